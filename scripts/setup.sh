@@ -1,0 +1,73 @@
+# Sourced by ./quickstart and ./test from the repository root: makes .venv with the pinned libraries and zeroshard.
+#
+#   setup cli.txt         PYTHON is then the interpreter of the environment
+#
+# torch comes first and alone, so that nothing else chooses its build. A stamp per requirements file makes the next call
+# immediate. PYTHON=... chooses the interpreter, ZEROSHARD_VENV=... the place of the environment.
+
+say() { printf '\033[1m%s\033[0m\n' "$*" >&2; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+find_python() {
+    local name
+    if [ -n "${PYTHON:-}" ]; then
+        is_recent "$PYTHON" || fail "PYTHON: expected Python 3.10 or later, got '$PYTHON'"
+        echo "$PYTHON"
+        return
+    fi
+    for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if command -v "$name" >/dev/null && is_recent "$name"; then
+            echo "$name"
+            return
+        fi
+    done
+    fail "expected Python 3.10 or later in PATH, found none; install it, or name one with PYTHON=/path/to/python3"
+}
+
+make_venv() {
+    local python=$1 venv=$2
+    if "$python" -m venv "$venv" >/dev/null 2>&1; then return; fi
+    # Debian and Ubuntu ship Python without ensurepip: take pip from its own site.
+    say "python3-venv is not installed; fetching pip itself"
+    rm -rf "$venv"
+    "$python" -m venv --without-pip "$venv" || fail "cannot create $venv; install python3-venv"
+    "$venv/bin/python" - <<'PY' || fail "cannot fetch pip; install python3-venv (Debian: apt install python3-venv)"
+import subprocess, sys, tempfile, urllib.request
+with tempfile.NamedTemporaryFile(suffix=".py") as file:
+    file.write(urllib.request.urlopen("https://bootstrap.pypa.io/get-pip.py", timeout=60).read())
+    file.flush()
+    sys.exit(subprocess.call([sys.executable, file.name, "--quiet"]))
+PY
+}
+
+pip_install() {
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" || fail "pip install $* failed (its message is above)"
+}
+
+stamp_of() { # of a requirements file: everything that decides what gets installed, and where
+    cat requirements/torch.txt requirements/cli.txt "requirements/$1" pyproject.toml scripts/setup.sh <(pwd) | cksum | tr ' ' '-'
+}
+
+setup() {
+    local requirements=$1 venv=${ZEROSHARD_VENV:-.venv} stamp
+    if [ ! -x "$venv/bin/python" ] || ! is_recent "$venv/bin/python"; then
+        local python
+        python=$(find_python)
+        say "creating $venv with $("$python" --version)"
+        rm -rf "$venv"
+        make_venv "$python" "$venv"
+    fi
+    PYTHON=$venv/bin/python
+    stamp=$venv/.zeroshard-$requirements-$(stamp_of "$requirements")
+    if [ ! -e "$stamp" ]; then
+        say "installing torch"
+        pip_install -r requirements/torch.txt
+        say "installing the libraries of requirements/$requirements"
+        pip_install -r "requirements/$requirements"
+        pip_install --no-deps --editable .
+        rm -f "$venv/.zeroshard-$requirements-"*
+        touch "$stamp"
+    fi
+}

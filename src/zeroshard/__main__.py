@@ -1,0 +1,11 @@
+"""`python -m zeroshard`: the same as the `zeroshard` command."""
+
+import sys
+
+from zeroshard.launch import end_with_parent
+
+if __name__ == "__main__":
+    end_with_parent()
+    from zeroshard.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,408 @@
+"""The public verbs: shard and close, gathered, accumulate, clipping, and whole tensors by name.
+
+    model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed line of a training script
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import birth, hooks, weights as streaming
+from .build import Builder, agree_on_values, check_same_model, optimizer_groups, write_value
+from .comm import world
+from .comm.base import Comm
+from .config import Config, Placement
+from .errors import ConfigError, ShardedWriteError, ZeroshardError
+from .memory.ledger import MASTERS, Ledger
+from .optim.sharded import OptimizerCore, ShardedOptimizer, check_parameters, shard_optimizer
+from .partition import collect, partition
+from .runtime import Runtime, runtime_of
+from .sharded import ReplicatedParameter, ShardedTensor
+from .unit import ParamGroup, ParamHome, ParamSpec, Phase, Unit
+
+
+def shard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: Config | None = None,
+    comm: Comm | str | None = None,
+    weights: Any = None,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Shard a model and its optimizer over the data-parallel ranks, in place; both come back.
+
+    Args:
+        model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
+        optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
+        config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...), laid over it.
+        comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed), or a Comm.
+        weights: a safetensors file or folder; every rank reads only its slices.
+
+    Raises:
+        ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
+        ModelMismatch: ranks built different models (the first difference is named on every rank).
+        ZeroshardError: the model is sharded already.
+
+    Nothing is changed before all checks have passed on this rank. Source: ZeRO, arXiv 1910.02054, section 5.
+    """
+    config = Config.build(config, **options)
+    _check_arguments(model, optimizer)
+    specs = collect(model, config)
+    if optimizer is not None:
+        check_parameters(optimizer, {id(s.original) for s in specs}, {id(s.original): s.name for s in specs})
+    device = _device_of(specs)
+    group = world.current(comm, device, config.stall_timeout_s)
+    check_same_model(group, specs, config)
+    stored = streaming.index_folder(weights) if weights is not None else {}
+    found = streaming.check(model, specs, stored) if weights is not None else {}
+    meta_names = {s.name for s in specs if s.original.is_meta}
+    _agree(model, specs, group, skip_parameters=weights is not None)
+    runtime = _build(model, optimizer, config, group, specs)
+    undefined = birth.materialise_buffers(model, device)
+    if weights is not None:
+        streaming.stream(runtime, found, stored)
+        undefined = [name for name in undefined if name not in stored]
+    if undefined or (meta_names and weights is None):
+        birth.initialise(model, meta_names if weights is None else set(), undefined)
+    if optimizer is not None:
+        runtime.optimizer = shard_optimizer(optimizer, runtime)
+    return model, optimizer
+
+
+def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer or None, got {type(optimizer).__name__}. Options are named: "
+            "zs.shard(model, optimizer, stage=3)."
+        )
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ZeroshardError("this optimizer is sharded already: shard() one model with one optimizer, once.")
+    for name, module in model.named_modules():
+        if "_zeroshard" in module.__dict__:
+            where = "this model" if module is model else f"its submodule {name}"
+            raise ZeroshardError(f"{where} is sharded already: shard() once, or zs.close() it first.")
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
+
+
+def _device_of(specs: list[ParamSpec]) -> torch.device:
+    devices = {spec.original.device for spec in specs if not spec.original.is_meta}
+    if len(devices) > 1:
+        raise ConfigError(f"expected all parameters on one device, got {sorted(map(str, devices))}. Move the model first.")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters: bool) -> None:
+    """All ranks start from rank 0's values, as with DDP."""
+    whole = [] if skip_parameters else [(s.name, s.original) for s in specs]
+    tensors = [*whole, *model.named_buffers()]
+    tensors = [(n, t) for n, t in tensors if not t.is_meta and not isinstance(t, ShardedTensor)]
+    differing = agree_on_values(comm, tensors)
+    if differing and comm.rank == 0:
+        print(
+            f"zeroshard: ranks had different initial values ({len(differing)} tensors, first {differing[0]}): rank 0's "
+            "were given to all",
+            file=sys.stderr,
+        )
+
+
+def _build(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec]
+) -> Runtime:
+    ledger = Ledger()
+    builder = Builder(config, comm, ledger, optimizer_groups(optimizer), comm.new_serial())
+    units = builder.build(partition(model, config, specs))
+    assert builder.pool is not None
+    comm.fence_read()
+    runtime = Runtime(model, config, comm, units, ledger, builder.pool)
+    object.__setattr__(model, "_zeroshard", runtime)
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            group["params"] = [builder.replaced.get(id(p), p) for p in group["params"]]
+    hooks.attach(runtime)
+    return runtime
+
+
+def close(model: nn.Module) -> nn.Module:
+    """Make a sharded model an ordinary one again, with whole parameters, and free everything (collective).
+
+    Parameters come back in the dtype they were given in (from fp32 masters where there are any). The optimizer
+    can not be used afterwards.
+    """
+    runtime = runtime_of(model)
+    for unit in runtime.units:
+        unit.swap_out()
+        for group in unit.groups:
+            for index, value in enumerate(_whole_values(group, runtime)):
+                _restore(group, index, value)
+        unit.release()
+    hooks.detach(runtime)
+    optimizer = runtime.optimizer
+    if optimizer is not None:
+        optimizer.core.close()
+    for group in runtime.groups:
+        if group.grads is not None:
+            group.grads.close()
+        if group.master is not None:
+            runtime.ledger.strike(MASTERS, group.master.nbytes)
+        group.values.close()
+    runtime.pool.close()
+    runtime.closed = True
+    runtime.comm.exchange(b"", "zs.close")
+    del model.__dict__["_zeroshard"]
+    runtime.units, runtime.groups = [], []
+    return model
+
+
+@torch.no_grad()
+def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
+    """Copies of all parameters of a group, whole, as exact as they are held (collective)."""
+    flat = torch.empty(0)
+    if group.master is not None and group.master.numel() == group.layout.shard_numel:
+        source = runtime.comm.allocate(group.layout.shard_numel, torch.float32, whole=False)
+        source.tensor.copy_(group.master)
+        runtime.comm.exchange(b"", "masters in place")
+        flat = torch.empty(group.layout.numel, dtype=torch.float32, device=runtime.comm.device)
+        runtime.comm.gather(flat, source, "gather masters").wait()
+        runtime.comm.exchange(b"", "masters gathered")
+    elif group.master is not None:
+        flat = group.master
+    else:
+        group.values.gather().wait()
+        flat = group.values.full
+    return [flat[s.offset : s.stop].view(s.shape).clone() for s in group.layout.slots]
+
+
+def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
+    spec, param = group.specs[index], group.params[index]
+    value = value.to(spec.given_dtype)
+    if not group.values.sharded:
+        param.data = value
+        if type(param) is ReplicatedParameter:
+            param.__class__ = nn.Parameter
+            del param._home
+        return
+    compute = group.compute[index]
+    compute.data = value
+    attributes = {k: v for k, v in param.__dict__.items() if not k.startswith("_")}
+    del param._compute
+    try:
+        torch.utils.swap_tensors(param, compute)
+        param.__dict__.update(attributes)
+    except RuntimeError:
+        for owner, attribute in spec.owners:
+            owner._parameters[attribute] = compute
+
+
+# -- contexts --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module) -> Iterator[None]:
+    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage."""
+    runtime = runtime_of(model)
+    previous, runtime.sync = runtime.sync, False
+    try:
+        yield
+    finally:
+        runtime.sync = previous
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
+    """The whole module as ordinary tensors (collective), on every rank.
+
+    write=True: what is written inside is kept; every rank must write the same values, else ShardedWriteError names
+    parameter and ranks. Without it, a write raises on exit and is undone. Stages with replicated parameters included.
+    """
+    wanted = {id(param) for param in module.parameters()}
+    runtimes = {id(home.group.runtime): home.group.runtime for home in map(_home_of, module.parameters()) if home}
+    if not runtimes:
+        raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
+    units = [
+        unit
+        for runtime in runtimes.values()
+        for unit in runtime.units
+        if any(id(param) in wanted for group in unit.groups for param in group.params)
+    ]
+    views = [_Gathered(unit) for unit in units]
+    for view in views:
+        view.open()
+    try:
+        yield module
+    finally:
+        for view in views:
+            view.close(write)
+
+
+def _home_of(param: nn.Parameter) -> ParamHome | None:
+    home = getattr(param, "_home", None)
+    return home if isinstance(home, ParamHome) else None
+
+
+class _Gathered:
+    """One unit inside `zs.gathered`: whole copies in the modules, checked and written back on exit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.copies: list[tuple[ParamGroup, int, nn.Parameter]] = []
+
+    def open(self) -> None:
+        self.unit.swap_out()
+        self.unit.ready()
+        for group in self.unit.groups:
+            for index, spec in enumerate(group.specs):
+                whole = group.values.views[index].detach().clone()
+                copy = nn.Parameter(whole, requires_grad=spec.requires_grad) if whole.is_floating_point() else (
+                    nn.Parameter(whole, requires_grad=False)
+                )  # fmt: skip
+                self.copies.append((group, index, copy))
+                for owner, attribute in spec.owners:
+                    owner._parameters[attribute] = copy
+        self.unit.release()
+        self.unit.pinned = True
+
+    def close(self, write: bool) -> None:
+        self.unit.pinned = False
+        for group, index, _ in self.copies:
+            for owner, attribute in group.specs[index].owners:
+                owner._parameters[attribute] = group.params[index]
+        if write:
+            self._write_back()
+        else:
+            self._check_unwritten()
+
+    def _write_back(self) -> None:
+        comm = self.unit.groups[0].comm
+        sums = [zlib.crc32(memoryview(_raw(copy))) for _, _, copy in self.copies]
+        everyone = comm.exchange(b"".join(s.to_bytes(4, "little") for s in sums), f"written in {self.unit.name}")
+        for position, (group, index, _) in enumerate(self.copies):
+            given = [part[4 * position : 4 * position + 4] for part in everyone]
+            if len(set(given)) > 1:
+                ranks = [r for r, value in enumerate(given) if value != given[0]]
+                raise ShardedWriteError(
+                    f"{group.specs[index].name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("
+                    "write=True). Write the same on every rank (same seed), or broadcast first. Nothing was kept."
+                )
+        comm.fence_write()
+        for group, index, copy in self.copies:
+            write_value(group, index, copy)
+        comm.fence_read()
+
+    def _check_unwritten(self) -> None:
+        comm = self.unit.groups[0].comm
+        mine = [
+            group.specs[index].name
+            for group, index, copy in self.copies
+            if not _same(copy.detach().reshape(-1)[group.homes[index].start : group.homes[index].stop], group.local(index))
+        ]
+        everyone = comm.exchange(",".join(mine).encode(), f"read in {self.unit.name}")
+        changed = {f"{name} (seen by rank {rank})" for rank, part in enumerate(everyone) for name in part.decode().split(",") if name}
+        if changed:
+            raise ShardedWriteError(
+                f"written inside zs.gathered() without write=True: {', '.join(sorted(changed))}. The change was dropped; "
+                "use zs.gathered(module, write=True)."
+            )
+
+
+def _same(left: Tensor, right: Tensor) -> bool:
+    return left.numel() == 0 or bytes(_raw(left)) == bytes(_raw(right))
+
+
+def _raw(tensor: Tensor) -> Any:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else b""
+
+
+# -- gradients, states and values by name ------------------------------------------------------------------------
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Clip the global gradient norm over all ranks, tied parameters counted once; the norm before (collective)."""
+    core = _core(runtime_of(model))
+    return torch.tensor(core.clip(float(max_norm)))
+
+
+def _core(runtime: Runtime) -> OptimizerCore:
+    optimizer = runtime.optimizer
+    if optimizer is None:
+        raise ZeroshardError("this model was sharded without an optimizer: zs.shard(model, optimizer, ...).")
+    return optimizer.core
+
+
+def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
+    """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
+    runtime = runtime_of(model)
+    whole: dict[int, Tensor] = {}
+    for unit in runtime.units:
+        for group in unit.groups:
+            if masters and group.master is not None:
+                values = _whole_values(group, runtime)
+            else:
+                if group.values.sharded:
+                    group.values.gather().wait()
+                values = [view.detach().clone() for view in group.values.views]
+                if unit.phase is not Phase.READY:
+                    group.values.release()
+            whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
+    by_name = {name: whole[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    return {name: by_name.get(name, value) for name, value in _state_items(model)}
+
+
+def _state_items(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(model.state_dict().items())
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """The mean gradient of every trainable parameter by name, whole, on every rank (collective)."""
+    result: dict[str, Tensor | None] = {}
+    for group in runtime_of(model).groups:
+        if group.trainable:
+            for index, spec in enumerate(group.specs):
+                grad = group.gradient(index)
+                result[spec.name] = grad.full_tensor() if isinstance(grad, ShardedTensor) else _cloned(grad)
+    return result
+
+
+def _cloned(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The optimizer's state of every parameter by name, tensors whole, on every rank (collective)."""
+    runtime = runtime_of(model)
+    core = _core(runtime)
+    states = core.state_by_param()
+    return {spec.name: _full_state(core, group, index, states) for group in runtime.groups
+            for index, spec in enumerate(group.specs) if group.trainable}  # fmt: skip
+
+
+def _full_state(core: OptimizerCore, group: ParamGroup, index: int, states: dict) -> dict[str, Any]:
+    """One parameter's states. A rank that holds nothing of it takes the keys and scalars from the others."""
+    mine = states.get(group.params[index], {})
+    plain = {k: v for k, v in mine.items() if not isinstance(v, ShardedTensor)}
+    sharded = {k: v._local for k, v in mine.items() if isinstance(v, ShardedTensor)}
+    described = pickle.dumps((plain, {k: v.dtype for k, v in sharded.items()}))
+    everyone = [pickle.loads(part) for part in core.comm.exchange(described, "optimizer state: keys")]
+    result: dict[str, Any] = {}
+    for other, dtypes in everyone:
+        result |= {k: v for k, v in other.items() if k not in result}
+        for key, dtype in dtypes.items():
+            sharded.setdefault(key, torch.empty(0, dtype=dtype, device=core.comm.device))
+    for key in sorted(sharded):
+        result[key] = group.homes[index].gather_local(sharded[key]).view(group.specs[index].shape)
+    return result
+

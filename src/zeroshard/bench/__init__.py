@@ -1,0 +1,31 @@
+"""`zeroshard bench`: zeroshard beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, in one run.
+
+The package reads from top to bottom:
+
+    plan.py         what is run: contenders, model, rounds (frozen dataclasses)
+    workload.py     the model, its optimizer and the batches, equal for every contender
+    contenders.py   each library, set up as its own documentation tells a user to
+    memory.py       resident memory of a process, as the kernel counts it
+    worker.py       one rank of one contender: a process that sleeps until it is told to step
+    team.py         all ranks of one contender, seen from the controller
+    race.py         the interleaved rounds
+    hostwork.py     two micro-benchmarks without communication: host work, optimizer step
+    figures.py      medians, ratios per round, goals and verdicts
+    report.py       tables and results.json; plot.py draws the PNG
+    command.py      the command line
+
+Words used here: a *contender* is a library with a stage and a precision; its *team* is one process per
+rank; a *turn* is a few consecutive steps of one contender; a *round* is one turn of each contender.
+"""
+
+from __future__ import annotations
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; the command line is described by `zeroshard bench --help`."""
+    from zeroshard.bench.command import main as command_main
+
+    return command_main(argv)
+
+
+__all__ = ["main"]

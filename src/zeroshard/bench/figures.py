@@ -1,0 +1,132 @@
+"""From samples to figures: medians, ratios per round, and the goals with their verdicts.
+
+A ratio of two contenders is taken in each round from their medians in that round, and the median over the
+rounds is reported: what slows the machine for a while slows both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from zeroshard.bench.hostwork import HostWork
+from zeroshard.bench.race import Outcome
+
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2}  # relative, at any step; a wrong optimizer is off by more
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles."""
+
+    median: float
+    q1: float
+    q3: float
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One measured ratio beside its limit; `value` is None where something needed was not measured."""
+
+    text: str
+    value: float | None
+    limit: float
+    section: str  # "race" or "host"
+
+    @property
+    def verdict(self) -> str:
+        if self.value is None:
+            return "not measured"
+        return "met" if self.value <= self.limit else "missed"
+
+
+def spread(values: list[float]) -> Spread:
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, q1, q3)
+
+
+def step_spread(outcome: Outcome) -> Spread:
+    """Seconds per step over all rounds."""
+    return spread([t for turn in outcome.rounds_step_s for t in turn])
+
+
+def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
+    """Outcomes that were measured, by contender name."""
+    return {o.contender.name: o for o in outcomes if o.ran and o.rounds_step_s}
+
+
+def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
+    """Median over rounds of (median step of ours / median step of theirs)."""
+    found = by_name(outcomes)
+    if ours not in found or theirs not in found:
+        return None
+    pairs = zip(found[ours].rounds_step_s, found[theirs].rounds_step_s)
+    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+
+
+def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
+    """Ratio of the peaks of resident memory while stepping, largest rank each."""
+    found = by_name(outcomes)
+    if ours not in found or theirs not in found:
+        return None
+    a, b = found[ours].peak_rss, found[theirs].peak_rss
+    return a / b if a and b else None
+
+
+def loss_reference(outcomes: list[Outcome]) -> Outcome | None:
+    """The contender that the others' losses are compared with: DDP in fp32, or the first that can be."""
+    comparable = [o for o in outcomes if o.ran and o.losses and o.contender.kind != "local"]
+    return next((o for o in comparable if o.contender.name == "ddp"), comparable[0] if comparable else None)
+
+
+def loss_difference(outcome: Outcome, reference: Outcome | None) -> float | None:
+    """Largest relative difference of the losses over the steps that both took."""
+    if reference is None or not outcome.losses:
+        return None
+    pairs = zip(outcome.losses, reference.losses)
+    return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)  # NaN agrees with nothing
+
+
+def losses_agree(outcomes: list[Outcome]) -> bool | None:
+    """Whether all contenders computed the same training run; None if fewer than two can be compared."""
+    reference = loss_reference(outcomes)
+    others = [o for o in outcomes if o.ran and o.losses and o.contender.kind != "local" and o is not reference]
+    if reference is None or not others:
+        return None
+    return all(loss_difference(o, reference) <= LOSS_TOLERANCE[o.contender.precision] for o in others)
+
+
+def formula_difference(outcome: Outcome | None) -> float | None:
+    """Relative difference of model-state bytes at rest from the closed formula of the stage."""
+    if outcome is None or not outcome.at_rest:
+        return None
+    measured, formula = (sum(outcome.at_rest[key].values()) for key in ("measured", "formula"))
+    return abs(measured - formula) / formula
+
+
+def goals(outcomes: list[Outcome], host: HostWork | None) -> list[Goal]:
+    """The project's goals; ratios below 1 mean that zeroshard is faster or smaller."""
+
+    def step(text: str, ours: str, theirs: str, limit: float) -> Goal:
+        return Goal(f"{text}, step time", time_ratio(outcomes, ours, theirs), limit, "race")
+
+    def peak(text: str, theirs: str, limit: float) -> Goal:
+        return Goal(f"{text}, peak resident memory", memory_ratio(outcomes, "zs3", theirs), limit, "race")
+
+    at_rest = [formula_difference(o) for name, o in by_name(outcomes).items() if o.contender.kind == "zs"]
+    worst_at_rest = max((d for d in at_rest if d is not None), default=None)
+    return [
+        step("stage 1 / DDP", "zs1", "ddp", 0.95),
+        step("stage 2 / DDP", "zs2", "ddp", 0.95),
+        step("stage 3 / DDP", "zs3", "ddp", 1.00),
+        step("stage 3 / FSDP2", "zs3", "fsdp2", 0.70),
+        step("stage 3 / DeepSpeed 3", "zs3", "ds3", 0.45),
+        step("stage 3 bf16 / FSDP2 bf16", "zs3-bf16", "fsdp2-bf16", 0.75),
+        peak("stage 3 / FSDP2", "fsdp2", 0.80),
+        peak("stage 3 / DeepSpeed 3", "ds3", 1.00),
+        Goal("model states at rest, difference from the formula", worst_at_rest, 0.01, "race"),
+        Goal("host work per unit and step / FSDP2", host and host.unit_ratio, 0.25, "host"),
+        Goal("optimizer step and clipping / FSDP2", host and host.optimizer_ratio, 0.20, "host"),
+    ]

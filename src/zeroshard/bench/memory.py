@@ -1,0 +1,43 @@
+"""Resident memory of a process, as the kernel counts it (Linux; None elsewhere).
+
+Words: *RSS* counts every page that is mapped, also those that other processes map; *PSS* divides a shared
+page by the number of processes that map it, so PSS adds up over the ranks of one host. Libraries' code is
+shared by all ranks, and so are the buffers of a shared-memory exchange: RSS counts these once per rank, PSS
+once in all. The *high-water mark* exists for RSS only; the peak of PSS is sampled from outside.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+
+def peak_rss_nbytes() -> int | None:
+    """High-water mark of this process's RSS since its start or the last reset."""
+    return _kilobytes(Path("/proc/self/status"), "VmHWM")
+
+
+def reset_peak_rss() -> None:
+    """Start the high-water mark anew from the RSS of now; without effect where the kernel has no such file."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass
+
+
+def pss_nbytes(pid: int) -> int | None:
+    """Proportional set size of a process, now; None if it cannot be read."""
+    return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
+
+
+def available_nbytes() -> int | None:
+    """Memory that can be given out without swapping."""
+    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
+
+
+def _kilobytes(path: Path, key: str) -> int | None:
+    try:
+        match = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match.group(1)) * 1024 if match else None

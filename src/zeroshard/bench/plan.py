@@ -1,0 +1,140 @@
+"""What a benchmark run consists of, as plain data: contenders, model, rounds.
+
+Nothing here imports torch; the controller builds a plan, and each worker process receives the same plan.
+A contender's name is its kind, its stage and, if it is not fp32, its precision: `zs3`, `ddp`, `fsdp2-bf16`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRECISIONS = ("fp32", "bf16")
+
+LABELS = {
+    "local": "no exchange",
+    "ddp": "DDP",
+    "ddp+zero": "DDP + ZeroRed.Opt.",
+    "fsdp2": "FSDP2",
+    "zs": "zeroshard",
+    "ds": "DeepSpeed",
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One library with its stage (None where it has none) and precision."""
+
+    kind: str
+    stage: int | None = None
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.kind not in LABELS:
+            raise ValueError(f"expected a contender among {', '.join(LABELS)}, got {self.kind!r}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision!r}")
+
+    @property
+    def name(self) -> str:
+        """Key in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
+        stage = "" if self.stage is None else str(self.stage)
+        suffix = "" if self.precision == "fp32" else f"-{self.precision}"
+        return f"{self.kind}{stage}{suffix}"
+
+    @property
+    def label(self) -> str:
+        """Name in tables and plots."""
+        stage = "" if self.stage is None else f" {self.stage}"
+        suffix = "" if self.precision == "fp32" else f" {self.precision}"
+        return f"{LABELS[self.kind]}{stage}{suffix}"
+
+
+# The order of the table, and of the start: where memory runs out, the rows of the goals are there already.
+# DeepSpeed has no bf16 row, since the goals name none.
+CONTENDERS = (
+    *(Contender("zs", stage) for stage in range(4)),
+    Contender("ddp"),
+    Contender("fsdp2"),
+    Contender("ds", 3),
+    Contender("ds", 2),
+    Contender("ds", 1),
+    Contender("ddp+zero"),
+    Contender("local"),
+    Contender("zs", 2, "bf16"),
+    Contender("zs", 3, "bf16"),
+    Contender("ddp", precision="bf16"),
+    Contender("fsdp2", precision="bf16"),
+    Contender("local", precision="bf16"),
+)
+
+QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
+ON_REQUEST = ("local-bf16",)  # run only when named
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shape of the GPT; the default is the 34M model of the goals."""
+
+    vocab_size: int = 8192
+    seq_len: int = 128
+    dim: int = 512
+    layers: int = 8
+    heads: int = 8
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise ValueError(f"expected --dim divisible by --heads, got {self.dim} and {self.heads}")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every contender computes: the same weights, batches and optimizer settings."""
+
+    shape: ModelShape = ModelShape()
+    sequences: int = 2  # per rank and step
+    ranks: int = 2
+    seed: int = 1234
+    lr: float = 3e-4
+    device: str = "cpu"  # "cpu" (gloo) or "cuda" (NCCL)
+    pin_cores: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self.ranks, self.sequences) < 1:
+            raise ValueError(f"expected --ranks and --sequences of at least 1, got {self.ranks}, {self.sequences}")
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often: `warmup` unmeasured steps after the start, then `rounds` turns of `steps` steps."""
+
+    warmup: int = 3  # DeepSpeed traces and allocates in its first steps
+    rounds: int = 5
+    steps: int = 3
+    memory_steps: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.rounds, self.steps, self.memory_steps) < 1 or self.warmup < 0:
+            raise ValueError("expected --rounds and --steps of at least 1 and --warmup of at least 0")
+
+
+def select(only: tuple[str, ...], precisions: tuple[str, ...], quick: bool = False) -> list[Contender]:
+    """Contenders to run, in table order.
+
+    Args:
+        only: names with or without a precision suffix; a kind ("zs", "ds") stands for all its stages.
+            Empty for all, or for the short list if `quick`.
+        precisions: keep these precisions.
+    """
+    chosen = [c for c in CONTENDERS if c.precision in precisions]
+    if not only:
+        return [c for c in chosen if (c.name in QUICK if quick else c.name not in ON_REQUEST)]
+    known = {alias for c in CONTENDERS for alias in _aliases(c)}
+    for name in only:
+        if name not in known:
+            raise ValueError(f"expected contenders among {', '.join(c.name for c in CONTENDERS)}, got {name!r}")
+    return [c for c in chosen if _aliases(c) & set(only)]
+
+
+def _aliases(contender: Contender) -> set[str]:
+    """Names that select a contender: its own, that without the precision, its kind."""
+    return {contender.name, contender.name.removesuffix(f"-{contender.precision}"), contender.kind}

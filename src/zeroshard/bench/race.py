@@ -1,0 +1,173 @@
+"""The interleaved race: every contender has a turn in every round, while the others sleep.
+
+    start     zs3 warm up    ddp warm up    fsdp2 warm up
+    round 0   zs3 k steps    ddp k steps    fsdp2 k steps
+    round 1   ddp k steps    fsdp2 k steps  zs3 k steps       (the order turns, so none always follows the same)
+    ...
+    memory    zs3, ddp, fsdp2: a few untimed steps with PSS sampled from outside
+
+A machine that is slow for a minute slows all contenders of that round, so ratios are taken per round.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from zeroshard.bench import memory
+from zeroshard.bench.plan import Contender, Rounds, Workload
+from zeroshard.bench.team import Team, TeamFailed
+from zeroshard.bench.worker import Turn
+
+Say = Callable[[str], None]
+SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more contender fits
+
+
+@dataclass
+class Outcome:
+    """What was measured of one contender; `skipped` says why there is nothing, `failed` why it stopped."""
+
+    contender: Contender
+    skipped: str | None = None
+    failed: str | None = None
+    settings: dict[str, object] = field(default_factory=dict)
+    setup_s: float = 0.0
+    rounds_step_s: list[list[float]] = field(default_factory=list)  # [round][step], the slowest rank
+    cpu_s: list[float] = field(default_factory=list)  # per step of each round, all ranks together
+    system_s: list[float] = field(default_factory=list)
+    minor_faults: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # every step since the start, mean over ranks
+    peak_rss: int | None = None  # largest rank, while stepping
+    life_peak_rss: int | None = None  # largest rank, since its process began
+    baseline_rss: int | None = None
+    peak_pss: int | None = None  # largest rank, sampled
+    peak_pss_sum: int | None = None  # all ranks at one moment, sampled
+    cuda_peak: int | None = None
+    at_rest: dict[str, dict[str, int]] | None = None
+    numel: int = 0
+
+    @property
+    def ran(self) -> bool:
+        return self.skipped is None and self.failed is None
+
+
+def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
+    """Run all contenders; always returns one outcome each, and ends all processes."""
+    outcomes = [Outcome(c, skipped=missing_reason(c)) for c in contenders]
+    teams: dict[str, Team] = {}
+    try:
+        for outcome in outcomes:
+            if outcome.skipped is None:
+                _start(outcome, workload, rounds, log_dir, teams)
+            say(f"  {outcome.contender.name:12s} {_status(outcome)}")
+        for index in range(rounds.rounds):
+            order = [o for o in outcomes if o.contender.name in teams]
+            order = order[index % len(order) :] + order[: index % len(order)] if order else []
+            for outcome in order:
+                _guarded(outcome, teams, lambda: _take_turn(outcome, teams, rounds, index))
+            say(f"  round {index + 1} of {rounds.rounds} done")
+        for outcome in outcomes:
+            if outcome.contender.name in teams:
+                _guarded(outcome, teams, lambda: _measure_memory(outcome, teams, rounds))
+    finally:
+        for team in teams.values():
+            team.close()
+    return outcomes
+
+
+def missing_reason(contender: Contender) -> str | None:
+    """Why a contender cannot run here, or None."""
+    if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed (pip install 'zeroshard[bench]')"
+    return None
+
+
+def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, teams: dict[str, Team]) -> None:
+    name = outcome.contender.name
+    available = memory.available_nbytes()
+    needed = max((_team_nbytes(t) for t in teams.values()), default=0) + SPARE_MEMORY_NBYTES
+    if available is not None and available < needed:
+        outcome.skipped = f"{available / 2**30:.1f} GiB of memory left, {needed / 2**30:.1f} wanted"
+        return
+    teams[name] = Team(outcome.contender, workload, log_dir)
+
+    def warm_up() -> None:
+        teams[name].wait_ready()
+        first = teams[name].ready[0]
+        outcome.settings, outcome.setup_s, outcome.numel = first.settings, first.setup_s, first.numel
+        if rounds.warmup:
+            _record_losses(outcome, teams[name].ask("turn", 0, rounds.warmup))
+
+    _guarded(outcome, teams, warm_up)
+
+
+def _team_nbytes(team: Team) -> int:
+    """Memory that a running team takes."""
+    return sum(memory.pss_nbytes(pid) or 0 for pid in team.pids)
+
+
+def _guarded(outcome: Outcome, teams: dict[str, Team], action: Callable[[], None]) -> None:
+    """A contender that fails leaves the race; the others go on."""
+    try:
+        action()
+    except TeamFailed as error:
+        outcome.failed = str(error)
+        teams.pop(outcome.contender.name)
+
+
+def _take_turn(outcome: Outcome, teams: dict[str, Team], rounds: Rounds, index: int) -> None:
+    first_step = rounds.warmup + index * rounds.steps
+    turns: list[Turn] = teams[outcome.contender.name].ask("turn", first_step, rounds.steps)
+    outcome.rounds_step_s.append(step_times(turns, rounds.steps))
+    outcome.cpu_s.append(sum(t.cpu_s for t in turns) / rounds.steps)
+    outcome.system_s.append(sum(t.system_s for t in turns) / rounds.steps)
+    outcome.minor_faults.append(sum(t.minor_faults for t in turns) / rounds.steps)
+    _record_losses(outcome, turns)
+
+
+def step_times(turns: list[Turn], steps: int) -> list[float]:
+    """Seconds per step of a turn: from the last rank's end of one step to the last rank's end of the next.
+
+    Taking the slowest rank of each step alone would count a skew twice, once on each rank. On CUDA a turn has
+    one end, and each of its steps gets the mean.
+    """
+    ends = [max(column) for column in zip(*(t.ends for t in turns))]
+    starts = [min(t.start for t in turns), *ends[:-1]]
+    times = [end - start for start, end in zip(starts, ends)]
+    return times if len(times) == steps else [times[0] / steps] * steps
+
+
+def _measure_memory(outcome: Outcome, teams: dict[str, Team], rounds: Rounds) -> None:
+    team, samples = teams[outcome.contender.name], []
+
+    def sample() -> None:
+        values = [memory.pss_nbytes(pid) for pid in team.pids]
+        if None not in values:
+            samples.append(values)
+
+    first_step = rounds.warmup + rounds.rounds * rounds.steps
+    ranks = team.ask("memory", first_step, rounds.memory_steps, meanwhile=sample)
+    outcome.peak_rss = _largest([r.peak_rss for r in ranks])
+    outcome.life_peak_rss = _largest([r.life_peak_rss for r in ranks])
+    outcome.baseline_rss = _largest([r.baseline_rss for r in ranks])
+    outcome.cuda_peak = _largest([r.cuda_peak for r in ranks])
+    outcome.peak_pss = _largest([max(values) for values in samples])
+    outcome.peak_pss_sum = _largest([sum(values) for values in samples])
+    outcome.at_rest = ranks[0].at_rest
+    _record_losses(outcome, ranks)
+
+
+def _largest(values: list[int | None]) -> int | None:
+    return max((v for v in values if v is not None), default=None)
+
+
+def _record_losses(outcome: Outcome, ranks: list) -> None:
+    outcome.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
+
+
+def _status(outcome: Outcome) -> str:
+    if outcome.ran:
+        return f"ready after {outcome.setup_s:.1f} s"
+    return f"skipped: {outcome.skipped}" if outcome.skipped else f"failed: {outcome.failed}"

@@ -1,0 +1,200 @@
+"""One rank of one contender: a process that sleeps on a pipe until it is told to step.
+
+Messages from the controller and their answers (an exception is answered by `Failure`, then the process ends):
+
+    ("turn", first_step, steps)     -> Turn       timed steps
+    ("memory", first_step, steps)   -> Memory     untimed steps, with the high-water mark started anew
+    ("quit",)                       -> (none)
+    at the start                    -> Ready
+
+Output of the libraries goes to a log file of the rank, so that tables stay readable and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from zeroshard.bench import memory
+from zeroshard.bench.plan import Contender, Workload
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where one rank stands: who it is, where it meets the others, where it writes."""
+
+    contender: Contender
+    workload: Workload
+    rank: int
+    meeting_file: str
+    log_file: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    pid: int
+    setup_s: float
+    settings: dict[str, object]
+    numel: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Timed steps of one rank; times are CLOCK_MONOTONIC, so they compare across the ranks of a host."""
+
+    start: float
+    ends: tuple[float, ...]  # one per step; on CUDA one for the turn, since a sync per step would slow it
+    losses: tuple[float, ...]
+    cpu_s: float  # of all threads of this rank, user and system
+    system_s: float
+    minor_faults: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    peak_rss: int | None  # while stepping
+    life_peak_rss: int | None  # since the process began: includes building the whole model
+    baseline_rss: int | None  # after the imports, before the model
+    cuda_peak: int | None  # peak of allocated CUDA memory while stepping
+    at_rest: dict[str, dict[str, int]] | None
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    summary: str
+    details: str
+
+
+def serve(pipe: Connection, post: Post) -> None:
+    """Entry point of the process."""
+    _divert_output(post.log_file)
+    try:
+        rank = _Rank(pipe, post)
+        while (message := pipe.recv())[0] != "quit":
+            pipe.send(getattr(rank, message[0])(*message[1:]))
+    except EOFError:
+        pass  # the controller is gone
+    except BaseException as error:
+        traceback.print_exc()
+        text = str(error).strip() or repr(error)
+        pipe.send(Failure(f"{type(error).__name__}: {text.splitlines()[0]}", traceback.format_exc()))
+    finally:
+        # Destructors of process groups whose peer already left can wait for it: nothing is left to lose.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class _Rank:
+    """State of the worker between messages."""
+
+    def __init__(self, pipe: Connection, post: Post) -> None:
+        begun = time.monotonic()
+        self.post, self.workload = post, post.workload
+        _set_environment(post)
+        import torch
+
+        from zeroshard.bench import contenders
+
+        torch.set_num_threads(1)
+        _join_group(post)
+        self.baseline_rss = memory.peak_rss_nbytes()
+        self.trainer = contenders.build(post.contender, self.workload)
+        numel = _parameter_count(self.workload)
+        pipe.send(Ready(os.getpid(), time.monotonic() - begun, self.trainer.settings, numel))
+
+    def turn(self, first_step: int, steps: int) -> Turn:
+        batches = self._batches(first_step, steps)
+        losses, ends = [], []
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.monotonic()
+        for tokens, targets in batches:
+            losses.append(self.trainer.step(tokens, targets))
+            if self.workload.device == "cpu":
+                ends.append(time.monotonic())
+        if self.workload.device == "cuda":
+            self._synchronize()
+            ends.append(time.monotonic())
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+        faults = after.ru_minflt - before.ru_minflt
+        return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults)
+
+    def memory(self, first_step: int, steps: int) -> Memory:
+        import torch
+
+        life_peak = memory.peak_rss_nbytes()
+        cuda_peak = None
+        memory.reset_peak_rss()
+        if self.workload.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
+        if self.workload.device == "cuda":
+            cuda_peak = torch.cuda.max_memory_allocated()
+        peak = memory.peak_rss_nbytes()
+        life_peak = max(life_peak, peak) if peak else None
+        return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
+
+    def _batches(self, first_step: int, steps: int) -> list:
+        from zeroshard.bench.workload import batch
+
+        return [batch(self.workload, first_step + i, self.post.rank) for i in range(steps)]
+
+    def _synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _divert_output(log_file: str) -> None:
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+
+
+def _set_environment(post: Post) -> None:
+    """What a launcher such as torchrun sets; one computing thread per rank."""
+    if post.workload.pin_cores:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[post.rank % len(cores)]})
+    if post.contender.kind == "ds":
+        os.environ["DS_ACCELERATOR"] = post.workload.device
+    os.environ |= {
+        "RANK": str(post.rank),
+        "LOCAL_RANK": str(post.rank),
+        "WORLD_SIZE": str(post.workload.ranks),
+        "LOCAL_WORLD_SIZE": str(post.workload.ranks),
+    }
+
+
+def _join_group(post: Post) -> None:
+    import torch
+    import torch.distributed as dist
+
+    backend = "gloo"
+    if post.workload.device == "cuda":
+        torch.cuda.set_device(post.rank)
+        backend = "nccl"
+    method = f"file://{post.meeting_file}"
+    dist.init_process_group(backend, init_method=method, rank=post.rank, world_size=post.workload.ranks)
+
+
+def _parameter_count(workload: Workload) -> int:
+    """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
+    import dataclasses
+
+    import torch
+
+    from zeroshard.bench.workload import build_model
+
+    with torch.device("meta"):
+        model = build_model(dataclasses.replace(workload, device="meta"))
+    return sum(p.numel() for p in model.parameters())

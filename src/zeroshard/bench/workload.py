@@ -1,0 +1,52 @@
+"""The work that every contender does: one model, one optimizer, one stream of batches.
+
+Weights come from `seed` alone, batches from (seed, step, rank), so two contenders at the same step hold the
+same numbers and their losses can be compared.
+"""
+
+from __future__ import annotations
+
+from typing import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.bench.plan import Workload
+
+
+def build_model(workload: Workload) -> nn.Module:
+    """The GPT with the weights of the seed, whole, on the workload's device, in fp32."""
+    from zeroshard.models.gpt import GPT, GPTConfig
+
+    torch.manual_seed(workload.seed)
+    s = workload.shape
+    config = GPTConfig(vocab_size=s.vocab_size, seq_len=s.seq_len, dim=s.dim, layers=s.layers, heads=s.heads)
+    return GPT(config).to(workload.device)
+
+
+def build_optimizer(parameters: Iterable[Tensor], workload: Workload) -> torch.optim.Optimizer:
+    """Fused AdamW, for every contender: the kernel must not decide between libraries."""
+    return torch.optim.AdamW(parameters, **optimizer_options(workload))
+
+
+def optimizer_options(workload: Workload) -> dict[str, object]:
+    """Keyword arguments of AdamW, for wrappers that build the optimizer themselves."""
+    return {"lr": workload.lr, "weight_decay": 0.1, "fused": True}
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, which FSDP2's documentation says to shard one by one."""
+    return [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
+
+
+def batch(workload: Workload, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of one rank and step, each (sequences, seq_len).
+
+    Small tokens are likelier (u^3), so the loss falls within a few steps, and an optimizer that does not
+    step, or steps with other settings, shows in the final loss.
+    """
+    s = workload.shape
+    generator = torch.Generator().manual_seed(workload.seed + 1_000_003 * step + 7919 * rank)
+    uniform = torch.rand(workload.sequences, s.seq_len + 1, generator=generator)
+    tokens = (uniform**3 * s.vocab_size).long().clamp_(max=s.vocab_size - 1).to(workload.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

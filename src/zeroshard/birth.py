@@ -1,0 +1,120 @@
+"""Born sharded: parameters that never exist whole on any rank.
+
+    with zs.init(stage=3): model = Net()      each parameter is cut the moment it is registered
+    zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
+    zs.shard(meta_model, opt)                 built on the meta device, initialised module by module
+
+Random initialisation draws the whole of one parameter at a time and keeps a slice, so the generator advances as on
+one process and the values are the same bits. Peak: one parameter, not one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from .comm import world
+from .comm.base import Comm
+from .config import Config, Placement
+from .errors import ShardedAccessError
+from .sharded import ShardedParameter, ShardedTensor
+from .unit import gather_uneven
+
+
+class BirthHome:
+    """Home of a parameter between its birth and zs.shard: an even cut of its flattened elements."""
+
+    def __init__(self, comm: Comm, name: str, numel: int) -> None:
+        self.comm, self.name = comm, name
+        part = -(-numel // comm.world_size)
+        self.start, self.stop = min(comm.rank * part, numel), min((comm.rank + 1) * part, numel)
+
+    def before_write(self) -> None:
+        """The slice is this rank's own memory: nothing to wait for."""
+
+    def after_write(self) -> None:
+        """No masters yet."""
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        return torch.cat(gather_uneven(self.comm, local, f"full tensor of {self.name}"))
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
+
+
+@contextlib.contextmanager
+def init(config: Config | None = None, *, comm: object = None, **options: object) -> Iterator[None]:
+    """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
+
+    Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
+    same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+    """
+    config = Config.build(config, **options)
+    device = torch.get_default_device()
+    group = world.current(comm, device, config.stall_timeout_s)  # type: ignore[arg-type]
+    thread = threading.get_ident()
+
+    def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if threading.get_ident() != thread or param is None or isinstance(param, ShardedTensor) or param.is_meta:
+            return None
+        home = BirthHome(group, f"{type(module).__name__}.{name}", param.numel())
+        local = param.detach().reshape(-1)[home.start : home.stop].clone()
+        return ShardedParameter(local, tuple(param.shape), home, param.requires_grad)  # type: ignore[return-value]
+
+    if config.row.parameter is not Placement.SHARDED:
+        yield
+        return
+    handle = register_module_parameter_registration_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
+    """Give meta buffers memory; the names of those whose values are now undefined."""
+    names = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+                names.append(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[str]) -> None:
+    """Initialise a model that was built on the meta device, in the order in which its constructor would have.
+
+    Every module with `reset_parameters` is reset in the order of construction; then a model with `_init_weights`
+    has it applied to every module, as constructors commonly do last. Raises ShardedAccessError for parameters and
+    buffers that nothing initialises.
+    """
+    covered: set[str] = set()
+    for prefix, module in model.named_modules():
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            continue
+        with torch.no_grad():
+            reset()
+        dot = f"{prefix}." if prefix else ""
+        covered |= {dot + name for name, _ in module.named_parameters(recurse=True)}
+        covered |= {dot + name for name, _ in module.named_buffers(recurse=True)}
+    if hasattr(model, "_init_weights"):
+        with torch.no_grad():
+            model.apply(model._init_weights)
+        covered |= meta_names
+    missing = sorted((meta_names | set(undefined_buffers)) - covered)
+    if missing:
+        raise ShardedAccessError(
+            f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model. "
+            "Give the module a reset_parameters(), pass weights=<safetensors folder>, or build under zs.init()."
+        )

@@ -1,0 +1,52 @@
+"""The `zeroshard` command. Each subcommand is imported only when it is called."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module, metadata
+
+from .arguments import UsageError, closest
+
+COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
+    "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
+    "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
+}
+CLI_LIBRARIES = frozenset({"rich", "matplotlib", "psutil"})
+
+
+def usage() -> str:
+    """The text of `zeroshard --help`."""
+    lines = ["usage: zeroshard COMMAND [options]", "", "ZeRO stages 0 to 3 in pure Python on PyTorch.", "", "commands:"]
+    lines += [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join([*lines, "", "zeroshard COMMAND --help lists the options of a command."])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code (2 for a mistake in the call)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"zeroshard {metadata.version('zeroshard')}")
+        return 0
+    try:
+        return _command(argv[0])(argv[1:])
+    except UsageError as error:
+        return report_error(str(error))
+
+
+def report_error(message: str) -> int:
+    """Print a mistake in the call on one line of stderr; returns its exit code."""
+    print(f"zeroshard: error: {message}", file=sys.stderr, flush=True)
+    return 2
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name not in COMMANDS:
+        raise UsageError(f"expected a command, got {name!r}{closest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
+    try:
+        return import_module(COMMANDS[name][0]).main
+    except ModuleNotFoundError as error:
+        if error.name not in CLI_LIBRARIES:
+            raise
+        raise UsageError(f"{name}: expected the library {error.name!r}; install it with: pip install 'zeroshard[cli]'") from None

@@ -1,0 +1,105 @@
+"""The ranks of a command: joining the process group, choosing the device, and small exchanges between ranks.
+
+A command runs alone (no RANK in the environment, no process group), or as one of several ranks that torchrun or
+`zeroshard.launch.spawn` started. What only some ranks know (an error, a clock) is exchanged, so all do the same.
+"""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .arguments import UsageError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)  # a rank that waits longer than this raises
+
+
+def available_cores() -> int:
+    """Cores this process may use, counting a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores
+
+
+def launched() -> bool:
+    """Whether a launcher started this process as one of several ranks."""
+    present = [name for name in VARIABLES if name in os.environ]
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        return False
+    missing = sorted(set(VARIABLES) - set(present))
+    if missing:
+        raise UsageError(f"RANK or WORLD_SIZE is set, but not {', '.join(missing)}; unset them or start with torchrun")
+    return True
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the ranks of the command."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, *values: float) -> torch.Tensor:
+        """One row of float64 per rank: (world_size, len(values)), on the CPU."""
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
+        if self.world_size == 1:
+            return row[None].cpu()
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row)
+        return torch.stack(rows).cpu()
+
+    def agree(self, name: str, value: str | None, error: str | None = None) -> None:
+        """Raise the same `UsageError` on all ranks if one has an error or their values differ."""
+        answers: list[tuple[str | None, str | None]] = [(value, error)]
+        if self.world_size > 1:
+            answers = [(None, None)] * self.world_size
+            dist.all_gather_object(answers, (value, error))
+        for rank, (_, found) in enumerate(answers):
+            if found is not None:
+                raise UsageError(found if self.world_size == 1 else f"{found} [rank {rank}]")
+        for rank, (other, _) in enumerate(answers):
+            if other != answers[0][0]:
+                raise UsageError(f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}")
+
+    def leave(self) -> None:
+        """Leave the process group, if there is one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(device: str, threads: int | None) -> Ranks:
+    """Join the process group that the environment describes, or run alone."""
+    together = launched()
+    rank, world_size = (int(os.environ[name]) for name in VARIABLES[:2]) if together else (0, 1)
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    chosen = choose_device(device, local_rank, local_ranks)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    else:
+        torch.set_num_threads(threads or max(1, available_cores() // local_ranks))
+    if together:  # also with one rank: zeroshard refuses to guess when RANK is set
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    return Ranks(rank, world_size, chosen)
+
+
+def choose_device(device: str, local_rank: int, local_ranks: int) -> torch.device:
+    """The device of a local rank; "auto" takes GPUs only if each rank gets its own."""
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and gpus < local_ranks:
+        raise UsageError(f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; use fewer --ranks or --device cpu")
+    if device == "cpu" or gpus < local_ranks:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,104 @@
+"""What a run prints at its beginning and its end: who runs, how good it got, memory, communication, a sample."""
+
+from collections.abc import Mapping
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from zeroshard.data import Corpus
+
+from .artefacts import RunFolder
+from .options import TrainOptions
+from .ranks import Ranks
+
+STAGES = {
+    0: "stage 0: nothing sharded (plain data parallelism)",
+    1: "stage 1: optimizer states sharded",
+    2: "stage 2: optimizer states and gradients sharded",
+    3: "stage 3: optimizer states, gradients and parameters sharded",
+}
+
+
+def megabytes(nbytes: float) -> str:
+    """Bytes in MB (1e6), in as many digits as tell something."""
+    return f"{nbytes / 1e6:,.3f} MB" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left")
+    return table
+
+
+def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpus, model) -> None:
+    """Say what is about to run."""
+    config = options.model_config()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    lines = [
+        f"[bold]{STAGES[options.stage]}[/bold]",
+        f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type}, {options.precision}",
+        f"GPT with {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, {config.seq_len} bytes of context",
+        f"{corpus.name}: {corpus.train.numel():,} bytes of {len(corpus.train_files)} files to train on, "
+        f"{min(options.eval_bytes, corpus.held_out.numel()):,} bytes held out",
+    ]
+    console.print(Panel("\n".join(lines), title="zeroshard train", title_align="left", expand=False), highlight=False)
+
+
+def closing(console: Console, report, scores: Mapping, sample: str, folder: RunFolder) -> None:
+    """Print the results; `report` is that of `zs.report`."""
+    console.print()
+    for table in (quality(scores), memory(report), communication(report)):
+        console.print(table, highlight=False)
+        console.print()
+    if sample:
+        console.print(Panel(Text(sample), title="a sample of the model", title_align="left", expand=False))
+    console.print(files(folder), highlight=False)
+
+
+def quality(scores: Mapping) -> Table:
+    """Held-out bits per byte beside those of compressors."""
+    table = _table("Held-out text", "predicted by", "bits per byte")
+    table.add_row("nothing", "8.000")
+    table.add_row("the model before training", f"{scores['before_training']:.3f}")
+    for name, bits in scores["compressors"].items():
+        table.add_row(name, f"{bits:.3f}")
+    table.add_row("[bold]the model after training", f"[bold]{scores['held_out_bits_per_byte']:.3f}")
+    table.caption = "Compressors start from nothing; the model has read the training text."
+    table.caption_justify = "left"
+    return table
+
+
+def memory(report) -> Table:
+    """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
+    table = _table(f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP")
+    rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
+    total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    for name, measured, formula, ddp in [*rows, total]:
+        share = f"{measured / ddp:.0%}" if ddp else ""
+        table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])
+    for name, nbytes in report.peak.items():
+        table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
+    return table
+
+
+def communication(report) -> Table:
+    """Bytes that a rank sends in one step, by kind for the whole run and in one step beside theory."""
+    table = _table("Communication of a rank", "sent", "count", "bytes")
+    for kind, traffic in report.communication.items():
+        table.add_row(f"{kind}, whole run", f"{traffic.count:,}", megabytes(traffic.nbytes))
+    table.add_section()
+    table.add_row("one step, measured", "", megabytes(report.measured_nbytes_per_step))
+    table.add_row("one step, theory", "", megabytes(report.theory_nbytes_per_step))
+    return table
+
+
+def files(folder: RunFolder) -> Group:
+    """The files of the run with their lengths."""
+    lines = [Text(f"Results in {folder.path}/", style="bold")]
+    lines += [Text(f"  {path.name:20}{path.stat().st_size:>12,} bytes") for path in sorted(folder.path.iterdir())]
+    return Group(*lines)
+
+

@@ -1,0 +1,128 @@
+"""`zeroshard train`: train a byte-level GPT on a folder of text, on local ranks or under torchrun.
+
+    zeroshard train --ranks 2                 starts two ranks of itself (see launch.py), each of which joins
+    torchrun --nproc-per-node 2 -m zeroshard train
+    zeroshard train --ranks 1                 one process, no process group
+
+Rank 0 prints and writes; a mistake in the call is one line and a non-zero exit code on all ranks.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+from rich.console import Console
+
+import zeroshard as zs
+from zeroshard.data import Corpus, compressed_bits_per_byte, read_corpus
+from zeroshard.launch import spawn
+
+from . import summary
+from .arguments import UsageError
+from .artefacts import RunFolder
+from .options import TrainOptions, parse_train
+from .progress import TrainingProgress
+from .ranks import Ranks, join, launched
+from .trainer import Trainer
+
+
+def main(argv: Sequence[str]) -> int:
+    """Start the ranks, or be one; returns the exit code."""
+    options = parse_train(argv)
+    if launched():
+        return _join_and_run(options)
+    world_size = options.ranks or torch.cuda.device_count() or 2
+    options.check_batch(world_size)
+    if world_size == 1:
+        return _join_and_run(options)
+    return spawn(["train", *argv], world_size)
+
+
+def _join_and_run(options: TrainOptions) -> int:
+    """Run as a rank; no error of one rank leaves another waiting."""
+    try:
+        ranks = join(options.device, options.threads)
+        try:
+            run(options, ranks)
+        except UsageError as error:  # the same on all ranks (see Ranks.agree): one prints it
+            ranks.leave()
+            if ranks.first:
+                raise
+            return 2 if error else 0
+        ranks.leave()
+        return 0
+    except UsageError:
+        raise
+    except BaseException:
+        sys.stdout.flush()
+        prefix = f"[rank {os.environ.get('RANK', 0)}] "
+        print(prefix + traceback.format_exc().replace("\n", "\n" + prefix), file=sys.stderr, flush=True)
+        os._exit(1)  # peers may be inside a collective: do not wait for them on the way out
+
+
+def run(options: TrainOptions, ranks: Ranks) -> None:
+    """Train, evaluate, sample, save and print the summary."""
+    corpus, folder = _prepare(options, ranks)
+    console = Console(quiet=not ranks.first, soft_wrap=False)
+    trainer = Trainer(options, ranks, corpus)
+    summary.opening(console, options, ranks, corpus, trainer.model)
+    before = _train(trainer, folder, console)
+    report = zs.report(trainer.model)
+    after = trainer.held_out_loss(overlap=True)
+    prompt = options.prompt or ("def " if options.data is None else "\n")
+    text = trainer.sample(prompt)
+    state = zs.full_state_dict(trainer.model)  # collective: every rank, though only rank 0 writes
+    zs.close(trainer.model)
+    if folder is None:
+        return
+    baselines = compressed_bits_per_byte(trainer.held_out)
+    folder.write_model(state, {"format": "pt"})
+    folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
+    scores = {"held_out_bits_per_byte": after, "before_training": before, "compressors": baselines}
+    folder.write_json("report.json", {**report.to_dict(), **scores})
+    folder.write_text("sample.txt", text + "\n")
+    folder.write_plot(baselines)
+    folder.close()
+    summary.closing(console, report, scores, text, folder)
+
+
+def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | None]:
+    """What can fail on one rank only: all ranks go on, or all raise the same error."""
+    corpus, folder, error = None, None, None
+    try:
+        options.check_batch(ranks.world_size)
+        if options.ranks not in (None, ranks.world_size):
+            raise UsageError(f"--ranks: expected {ranks.world_size}, which the launcher started, got {options.ranks}; leave it out")
+        corpus = read_corpus(options.data, held_out_nbytes=options.eval_bytes)
+        needed = 2 * options.seq + 1
+        if corpus.train.numel() < needed:
+            raise UsageError(f"--data: expected at least {needed} bytes to train on, got {corpus.train.numel()}; give more text or a smaller --seq")
+        folder = RunFolder(options.out) if ranks.first else None
+    except (UsageError, ValueError, OSError) as found:
+        error = f"--{found}" if isinstance(found, ValueError) else str(found)
+    ranks.agree("text of --data", corpus and corpus.digest, error)
+    return corpus, folder
+
+
+def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> float:
+    """The run itself; returns bits per byte of the held-out text before it."""
+    before = trainer.held_out_loss()
+    options = trainer.options
+    tokens_per_step = options.batch * options.seq
+    with TrainingProgress(console) as progress:
+        progress.note(f"held-out text before training: {before:.3f} bits per byte")
+        if folder is not None:
+            folder.record(step=0, seconds=0.0, held_out_bits_per_byte=before)
+        for result in trainer.steps():
+            progress.update(result.fraction, result.step, result.loss, result.step * tokens_per_step / result.seconds)
+            if folder is not None:
+                folder.record(**asdict(result))
+            if result.step % options.eval_every == 0 or result.fraction == 1.0:
+                bits = trainer.held_out_loss()
+                progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
+                if folder is not None:
+                    folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
+    return before

@@ -1,0 +1,152 @@
+"""The training loop of `zeroshard train`, on each rank.
+
+    one step:  [forward, backward] * accumulate -> optimizer step -> heartbeat (loss, memory, clock of all ranks)
+
+The only lines that know about sharding are in `build`; the loop is that of plain PyTorch. The heartbeat gives every
+rank the mean loss and rank 0's clock, so all agree when the time limit ends the run and which learning rate is next.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.data import Batches, Corpus, held_out_windows
+from zeroshard.models import GPT
+
+from .options import TrainOptions
+from .ranks import Ranks
+
+WARMUP_FRACTION = 0.05  # of the run
+DECAY_FRACTION = 0.6  # of the run: the learning rate falls in a straight line to (nearly) zero
+FINAL_LR_FRACTION = 0.02
+EVAL_ROWS = 16  # sequences of one forward pass without gradients
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know after a step."""
+
+    step: int  # steps done
+    loss: float  # nats per byte, mean over the global batch
+    grad_norm: float
+    skipped: bool
+    lr: float
+    seconds: float  # of training, by rank 0's clock
+    fraction: float  # of the run that is done, 0..1
+    memory_nbytes: tuple[int, ...]  # (world_size,) resident memory (CPU) or allocated memory (GPU) of each rank
+
+
+def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The sharded model and optimizer. The same seed gives every rank the same weights."""
+    torch.manual_seed(options.seed)
+    model = GPT(options.model_config()).to(ranks.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    clip = options.max_grad_norm or None
+    return zs.shard(model, optimizer, stage=options.stage, precision=options.precision, max_grad_norm=clip)
+
+
+class Trainer:
+    """One run on one rank: `steps()` trains, `held_out_loss()` and `sample()` look at the model."""
+
+    model: nn.Module  # sharded; an ordinary module to everything here
+    optimizer: torch.optim.Optimizer
+    batches: Batches
+
+    def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
+        self.options, self.ranks = options, ranks
+        self.batches = Batches(corpus.train, options.seq, options.batch, options.seed)
+        self.held_out = corpus.held_out[: options.eval_bytes]
+        self.model, self.optimizer = build(options, ranks)
+        self.process = psutil.Process()
+
+    def steps(self) -> Iterator[StepResult]:
+        """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
+        started, step, fraction = time.monotonic(), 0, 0.0
+        while fraction < 1.0:
+            self.optimizer.zero_grad()
+            lr = self._set_lr(fraction)
+            loss = self._accumulate(step)
+            self.optimizer.step()
+            step += 1
+            beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
+            seconds = float(beat[0, 2])
+            fraction = step / self.options.steps
+            if self.options.time_limit is not None:
+                fraction = max(fraction, seconds / self.options.time_limit)
+            record = self.optimizer.last_step
+            memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
+            mean = float(beat[:, 0].mean())
+            yield StepResult(step, mean, float(record.grad_norm), record.skipped, lr, seconds, min(fraction, 1.0), memory_nbytes)
+
+    def _accumulate(self, step: int) -> float:
+        """Forward and backward of all micro-batches of this rank; returns their mean loss."""
+        total = 0.0
+        for micro in range(self.options.accumulate):
+            tokens, targets = self.batches.part(
+                step, self.ranks.rank, self.ranks.world_size, micro, self.options.accumulate
+            )  # each (rows, seq)
+            loss = self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def _set_lr(self, fraction: float) -> float:
+        """Warm up, hold, fall: the trapezoid as a function of the done fraction of the run."""
+        warmup = min(1.0, (fraction + 1e-3) / WARMUP_FRACTION)
+        decay = min(1.0, (1.0 - fraction) / DECAY_FRACTION)
+        lr = self.options.lr * max(FINAL_LR_FRACTION, warmup * decay)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _memory_nbytes(self) -> int:
+        if self.ranks.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.ranks.device)
+        return self.process.memory_info().rss
+
+    @torch.no_grad()
+    def held_out_loss(self, *, overlap: bool = False) -> float:
+        """Bits per byte of the held-out text; with `overlap`, each byte sees at least half a sequence before it.
+
+        The first byte, which nothing predicts, counts as 8 bits. Ranks share the windows in equal numbers, with
+        unscored ones to fill up, because at stage 3 each forward pass is collective.
+        """
+        seq = self.options.seq
+        windows, scored = held_out_windows(self.held_out, seq, max(1, seq // 2) if overlap else seq)
+        share = math.ceil(len(windows) / self.ranks.world_size)
+        missing = share * self.ranks.world_size - len(windows)
+        windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
+        part = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
+        nats = self._scored_nats(windows[part].to(self.ranks.device), scored[part].to(self.ranks.device))
+        total_nats = float(self.ranks.gather(nats).sum())
+        return (total_nats / math.log(2) + 8) / self.held_out.numel()
+
+    def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
+        self.model.eval()
+        total = 0.0
+        for first in range(0, len(windows), EVAL_ROWS):
+            rows, mask = windows[first : first + EVAL_ROWS], scored[first : first + EVAL_ROWS]
+            logits = self.model(rows[:, :-1]).float()  # (rows, seq, vocab)
+            nats = F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="none")  # (rows * seq,)
+            total += float(nats[mask.flatten()].double().sum())
+        self.model.train()
+        return total
+
+    def sample(self, prompt: str) -> str:
+        """Let the model continue `prompt`; all ranks take part and get the same text."""
+        if not self.options.sample_bytes:
+            return ""
+        tokens = torch.tensor([list(prompt.encode())], device=self.ranks.device)  # (1, prompt)
+        generator = torch.Generator().manual_seed(self.options.seed)
+        self.model.eval()
+        written = self.model.generate(tokens, self.options.sample_bytes, temperature=0.7, top_k=40, generator=generator)
+        self.model.train()
+        text = bytes(written[0].tolist()).decode("utf-8", errors="replace")
+        return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -1,0 +1,150 @@
+"""The Comm interface: what the sharding layer asks of a group of ranks.
+
+Words: a *region* is a flat tensor with a memory of its own; where ranks share a host, peers can read it. A
+*whole* region has world_size shards, of which the rank's own is authoritative; a *shard* region is one shard.
+A *fence* separates the times at which shards are written from those at which peers read them.
+
+    gather   shards of every rank -> one whole tensor             (sharded -> replicated)
+    reduce   whole tensors of every rank -> the sum of my shard   (partial -> sharded)
+    exchange a few bytes of every rank -> every rank, on the host (control: norms, flags, fingerprints)
+
+Reductions sum in fp32 in rank order, whatever was sent: the result does not depend on timing or backend.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
+
+
+@dataclass
+class Region:
+    """A flat tensor and the shards of all ranks as far as this rank can read them.
+
+    tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where it is
+    out of reach; wholes[r]: the whole tensor of rank r (whole regions that peers can read).
+    """
+
+    tensor: Tensor
+    shards: list[Tensor | None] = field(default_factory=list)
+    wholes: list[Tensor] = field(default_factory=list)
+    common: bool = False
+
+
+class Work:
+    """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten."""
+
+    def wait(self) -> None:
+        """Return when the result is in place (GPU: when the current stream is ordered after it)."""
+
+    def drain(self) -> None:
+        """Return when no rank reads the source any more."""
+        self.wait()
+
+    def drained(self) -> bool:
+        """True when `drain` would return at once."""
+        return True
+
+
+class Comm(ABC):
+    """A group of ranks with asynchronous collectives on flat tensors.
+
+    ordered: True where collectives are matched by the order in which ranks start them (NCCL); then the runtime
+    starts reductions in one agreed order. device: where tensors live.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    ordered: bool = False
+    shares_memory: bool = False  # peers read regions: allocation is collective
+    imagined: bool = False  # the peers do not exist (planning)
+
+    _serial = 0
+
+    def new_serial(self) -> int:
+        """Numbers the models sharded over this group: the same on every rank."""
+        self._serial += 1
+        return self._serial
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
+        """A zero-filled region of `numel` elements (collective: every rank, in the same order)."""
+        tensor = torch.zeros(numel, dtype=dtype, device=self.device)
+        return self.private(tensor, whole=whole)
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
+        """One memory that all ranks see as the same whole region, or None where there is no such thing."""
+        return None
+
+    def private(self, tensor: Tensor, *, whole: bool) -> Region:
+        """A region over a tensor that peers cannot read."""
+        shards: list[Tensor | None] = [None] * self.world_size
+        shards[self.rank] = tensor.view(self.world_size, -1)[self.rank] if whole else tensor
+        return Region(tensor, shards)
+
+    @abstractmethod
+    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+        """Fill `full` (world * shard_numel,) with the shards of all ranks."""
+
+    @abstractmethod
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        """out (shard_numel,) = [out +] scale * sum over ranks of source's shard of this rank, in fp32."""
+
+    @abstractmethod
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        """Every rank's payload, in rank order. Blocks; also a barrier."""
+
+    def fence_write(self, synchronised: bool = False) -> None:
+        """Before this rank writes its shards: no peer still reads them. synchronised: a barrier has just passed."""
+
+    def fence_read(self) -> None:
+        """Before this rank reads peers' shards: all have been written."""
+
+    def poll(self) -> None:
+        """Let work under way progress, without blocking."""
+
+    def abort(self, reason: str) -> None:
+        """Tell the peers that this rank failed, so that none waits for it."""
+
+    def close(self) -> None:
+        """Release the connections; the group can not be used afterwards."""
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> None:
+    """out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 parts: fp64), in chunks that stay in cache."""
+    numel = out.numel()
+    chunk = numel if out.device.type != "cpu" else min(CHUNK_NUMEL, numel)
+    # a part that lies in `out` itself must be read before it is written: the first two are, the others are not
+    aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    direct = out.dtype == dtype and not accumulate and not aliased
+    scratch = None if direct else torch.empty(chunk, dtype=dtype, device=out.device)
+    cast = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
+    for begin in range(0, numel, max(chunk, 1)):
+        end = min(begin + chunk, numel)
+        total = out[begin:end] if scratch is None else scratch[: end - begin]
+        _sum_chunk([part[begin:end] for part in parts], total, None if cast is None else cast[: end - begin])
+        if scale != 1.0:
+            total.mul_(scale)
+        if scratch is not None:
+            out[begin:end].add_(total) if accumulate else out[begin:end].copy_(total)
+
+
+def _sum_chunk(parts: list[Tensor], total: Tensor, cast: Tensor | None) -> None:
+    """total = parts[0] + parts[1] + ... in fp32; `cast` holds one converted part where they are not fp32."""
+    if cast is None and len(parts) > 1:
+        torch.add(parts[0], parts[1], out=total)
+        rest = parts[2:]
+    else:
+        total.copy_(parts[0])
+        rest = parts[1:]
+    for part in rest:
+        total.add_(part if cast is None else cast.copy_(part))

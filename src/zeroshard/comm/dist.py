@@ -1,0 +1,170 @@
+"""DistComm: collectives over a torch.distributed process group, for ranks that do not share a host or run on GPUs.
+
+Gloo: one hop, every rank sends each peer its slice directly (isend/irecv with tags), since gloo's own rings are
+2-3 times slower on few ranks (docs/log.md). NCCL: all-gather and all-to-all, followed by a sum in fp32 in rank order
+(ZeRO++ calls this the skeleton of qgZ); NCCL's stream is ordered by the Work objects of c10d.
+
+Control messages (`exchange`) go through a gloo group on the host, so they never wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import struct
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import compat
+from ..errors import CollectiveMismatch, PeerFailed, StallError
+from .base import Comm, Region, Work, sum_in_rank_order
+
+_FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
+_FAILED = "zeroshard/failed/{}"
+
+
+class _DistWork(Work):
+    """c10d works, then an optional local computation on their result."""
+
+    def __init__(self, comm: DistComm, works: list, label: str, then=None) -> None:
+        self.comm, self.works, self.label, self.then = comm, works, label, then
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        with self.comm.explained(self.label):
+            for work in works:
+                work.wait()
+        if self.then is not None:
+            then, self.then = self.then, None
+            then()
+
+    def drained(self) -> bool:
+        return not self.works and self.then is None
+
+
+class _Explained:
+    """Turns errors of c10d into this library's, with the failed peer's own words where it left some."""
+
+    def __init__(self, comm: DistComm, label: str) -> None:
+        self.comm, self.label = comm, label
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, (PeerFailed, StallError, CollectiveMismatch)):
+            return
+        failure = self.comm.peer_failure()
+        if failure is not None:
+            raise PeerFailed(*failure, self.label) from error
+        if "imed out" in str(error) or "imeout" in str(error):
+            raise StallError(
+                f"rank {self.comm.rank} waited {self.comm.stall_timeout_s:.0f} s at '{self.label}'. "
+                "Did all ranks run the same modules and calls?"
+            ) from error
+        if "onnection" in str(error):
+            raise PeerFailed(-1, f"a peer closed its connection ({error})", self.label) from error
+
+
+class DistComm(Comm):
+    """A torch.distributed group (gloo or nccl)."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0) -> None:
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.stall_timeout_s = device, stall_timeout_s
+        self.backend = dist.get_backend(group)
+        self.ordered = self.backend != "gloo"
+        self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
+        timeout = datetime.timedelta(seconds=stall_timeout_s)
+        # a group of its own: its messages never mix with those of the user's collectives
+        self._control = dist.new_group(self._ranks, timeout=timeout, backend="gloo")
+        self._data = dist.new_group(self._ranks, timeout=timeout, backend="gloo") if not self.ordered else group
+
+    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+        mine = source.shards[self.rank]
+        assert mine is not None
+        with self.explained(label):
+            if self.ordered:
+                return _DistWork(self, [compat.all_gather_single(full, mine, group=self._data, async_op=True)], label)
+            rows = full.view(self.world_size, -1)
+            works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=0) for p in self._peers()]
+            works += [dist.isend(mine, self._ranks[p], self._data, tag=0) for p in self._peers()]
+        if rows[self.rank].data_ptr() != mine.data_ptr():
+            rows[self.rank].copy_(mine)
+        return _DistWork(self, works, label)
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        rows = source.tensor.view(self.world_size, -1)
+        received = torch.empty_like(source.tensor).view(self.world_size, -1)
+        with self.explained(label):
+            if self.ordered:
+                works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
+                parts = list(received.unbind(0))
+            else:
+                number = tag + 1  # 0 is for gathers
+                works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
+        return _DistWork(
+            self, works, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+        )
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        name = label.encode()
+        body = struct.pack("<II", len(name), len(payload)) + name + payload
+        with self.explained(label):
+            frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES)
+            sizes = [8 + sum(struct.unpack_from("<II", frame)) for frame in frames]
+            if max(sizes) > _FRAME_NBYTES:
+                frames = self._all_gather_bytes(body, max(sizes))
+        return self._unpack(frames)
+
+    def _unpack(self, frames: list[bytes]) -> list[bytes]:
+        labels, results = [], []
+        for frame in frames:
+            name_len, length = struct.unpack_from("<II", frame)
+            labels.append(frame[8 : 8 + name_len].decode())
+            results.append(frame[8 + name_len : 8 + name_len + length])
+        if len(set(labels)) > 1:
+            places = "; ".join(f"rank {rank}: {at}" for rank, at in enumerate(labels))
+            raise CollectiveMismatch(f"ranks entered different operations ({places}).")
+        return results
+
+    def _all_gather_bytes(self, body: bytes, nbytes: int) -> list[bytes]:
+        mine = torch.zeros(nbytes, dtype=torch.uint8)
+        mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._control)
+        return [part.numpy().tobytes() for part in everyone]
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    def explained(self, label: str) -> _Explained:
+        """Context in which errors of c10d are translated."""
+        return _Explained(self, label)
+
+    def abort(self, reason: str) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_FAILED.format(self.rank), reason)
+
+    def peer_failure(self, patience_s: float = 2.0) -> tuple[int, str] | None:
+        """(rank, its traceback) of a peer that called `abort`, waiting a little for its note to arrive."""
+        store = dist.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            try:
+                for peer in self._peers():
+                    if store.check([_FAILED.format(peer)]):
+                        return peer, store.get(_FAILED.format(peer)).decode()
+            except RuntimeError:
+                return None  # the store went with its owner
+            time.sleep(0.1)
+        return None

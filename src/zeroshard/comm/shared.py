@@ -1,0 +1,270 @@
+"""SharedComm: ranks of one host that read each other's memory.
+
+Nothing is sent but short messages: a gather is a copy from the peers' shards (or nothing at all, where one memory
+serves all ranks), a reduction reads each peer's slice where it lies. Measured on 2 ranks and 2 cores (docs/log.md):
+a 67 MB gather takes 69 ms with gloo, 25 ms one-hop over sockets, 8 ms as a copy.
+
+    rank 0   send grads ready -> . . . . sum my shard -> done
+    rank 1   . . . send grads ready -> sum my shard -> done          a source is free when all ranks are done
+
+A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or stands in another
+collective; and when all ranks that are waited for wait themselves, the circle is reported by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+from ..errors import CollectiveMismatch, PeerFailed, StallError
+from .base import Comm, Region, Work, sum_in_rank_order
+from .transport import Transport
+
+_NOTE_AFTER_S = 0.5  # a wait longer than this is announced to the peers
+_CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
+
+
+class _Reduction(Work):
+    """One reduction: ready when all ranks' sources are, drained when all ranks have summed."""
+
+    def __init__(self, comm: SharedComm, key: Hashable, label: str, compute: Callable[[], None]) -> None:
+        self.comm, self.key, self.label, self.compute = comm, key, label, compute
+        self.finished = False
+        self.over = False  # drained, and forgotten by the comm
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.comm.wait_for(lambda: self.finished, lambda: self.comm.missing(self.comm.arrived[self.key]), self.label)
+
+    def drained(self) -> bool:
+        return self.over or (self.finished and len(self.comm.summed[self.key]) == self.comm.world_size)
+
+    def drain(self) -> None:
+        if self.over:
+            return
+        if not self.drained():
+            self.comm.wait_for(self.drained, lambda: self.comm.missing(self.comm.summed[self.key]), self.label)
+        self.over = True
+        self.comm.forget(self.key)
+
+
+class SharedComm(Comm):
+    """Ranks as threads or processes of one host, over a `Transport`."""
+
+    shares_memory = True
+
+    def __init__(self, transport: Transport, device: torch.device, stall_timeout_s: float = 60.0) -> None:
+        self.transport = transport
+        self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
+        self.stall_timeout_s = stall_timeout_s
+        self.arrived: dict[Hashable, set[int]] = defaultdict(set)  # whose source is ready
+        self.summed: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
+        self._open: dict[Hashable, _Reduction] = {}  # reductions that this rank started and has not summed
+        self._payloads: dict[int, deque] = {peer: deque() for peer in range(self.world_size)}
+        self._turn: dict[Hashable, int] = defaultdict(int)  # how often a tag was reduced
+        self._failed: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
+        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
+        self._writing = True  # fresh memory counts as being written
+        self._closed = False
+
+    # -- memory ----------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
+        mine, handle = self.transport.export(numel * dtype.itemsize)
+        memory = self._open_all(handle, mine)
+        wholes = [part.view(dtype) for part in memory]
+        shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
+        return Region(wholes[self.rank], list(shards), wholes if whole else [])
+
+    def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
+        handle, mine = None, None
+        if self.rank == 0:
+            mine, handle = self.transport.export(numel * dtype.itemsize)
+        handles = self._exchange(handle, "allocate common memory")
+        tensor = (mine if mine is not None else self.transport.open(handles[0])).view(dtype)
+        self._exchange(None, "common memory opened")
+        if handle is not None:
+            self.transport.forget(handle)
+        return Region(tensor, list(tensor.view(self.world_size, -1).unbind(0)), [tensor] * self.world_size, common=True)
+
+    def _open_all(self, handle: object, mine: Tensor) -> list[Tensor]:
+        handles = self._exchange(handle, "allocate")
+        memory = [
+            mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)
+        ]
+        self._exchange(None, "memory opened")
+        self.transport.forget(handle)
+        return memory
+
+    # -- collectives -----------------------------------------------------------------------------------------
+
+    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+        self.fence_read()
+        if not source.common:
+            rows = full.view(self.world_size, -1)
+            for peer, shard in enumerate(source.shards):
+                assert shard is not None
+                if rows[peer].data_ptr() != shard.data_ptr():
+                    rows[peer].copy_(shard)
+        return Work()
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        key = (tag, self._turn[tag])
+        self._turn[tag] += 1
+        begin = self.rank * out.numel()
+        parts = [whole[begin : begin + out.numel()] for whole in source.wholes]
+        work = _Reduction(
+            self, key, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+        )
+        self._open[key] = work
+        self.arrived[key].add(self.rank)
+        self._tell_all(("ready", key))
+        self.poll()
+        return work
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        return self._exchange(payload, label)
+
+    def _exchange(self, payload: object, label: str) -> list:
+        self._tell_all(("exchange", label, payload))
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        self.wait_for(
+            lambda: all(self._payloads[peer] for peer in others),
+            lambda: [peer for peer in others if not self._payloads[peer]],
+            label,
+        )
+        results: list = [payload] * self.world_size
+        labels = {self.rank: label}
+        for peer in others:
+            labels[peer], results[peer] = self._payloads[peer].popleft()
+        if len(set(labels.values())) > 1:
+            places = "; ".join(f"rank {peer}: {at}" for peer, at in sorted(labels.items()))
+            raise CollectiveMismatch(
+                f"ranks entered different operations ({places}). Every rank must run the same sequence of "
+                "zeroshard calls (steps, evaluations, saves)."
+            )
+        return results
+
+    # -- fences ----------------------------------------------------------------------------------------------
+
+    def fence_write(self, synchronised: bool = False) -> None:
+        if not self._writing:
+            if not synchronised:
+                self._exchange(None, "begin to write shards")
+            self._writing = True
+
+    def fence_read(self) -> None:
+        if self._writing:
+            self._exchange(None, "end of writing shards")
+            self._writing = False
+
+    # -- progress and liveness -------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        while (item := self.transport.receive(0)) is not None:
+            self._take(*item)
+        self._sum_ready()
+
+    def _sum_ready(self) -> None:
+        for key in [key for key in self._open if len(self.arrived[key]) == self.world_size]:
+            work = self._open.pop(key)
+            work.compute()
+            work.finished = True
+            self.summed[key].add(self.rank)
+            self._tell_all(("summed", key))
+
+    def _take(self, peer: int, message: tuple) -> None:
+        kind = message[0]
+        if kind == "waiting":
+            self._notes[peer] = (time.monotonic(), message[1], message[2])
+            return
+        self._notes.pop(peer, None)
+        if kind == "ready":
+            self.arrived[message[1]].add(peer)
+        elif kind == "summed":
+            self.summed[message[1]].add(peer)
+        elif kind == "exchange":
+            self._payloads[peer].append(message[1:])
+        elif kind == "failed":
+            self._failed[peer] = message[1]
+        elif kind == "lost":
+            self._lost[peer] = message[1]
+
+    def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
+        """Receive until `done`; raise when a rank in `missing` can not come any more."""
+        begin, noted = time.monotonic(), False
+        self._sum_ready()
+        while not done():
+            item = self.transport.receive(0.2)
+            if item is not None:
+                self._take(*item)
+                self._sum_ready()
+                continue
+            waited = time.monotonic() - begin
+            self._check_peers(missing(), label)
+            if waited > _NOTE_AFTER_S and not noted:
+                self._tell_all(("waiting", label, missing()))
+                noted = True
+            if waited > _CIRCLE_AFTER_S:
+                self._check_circle(missing(), label, waited)
+        if noted:
+            self._tell_all(("awake",))
+
+    def _check_peers(self, missing: list[int], label: str) -> None:
+        for peer, reason in self._failed.items():
+            raise PeerFailed(peer, reason, label)
+        for peer in missing:
+            if peer in self._lost:
+                raise PeerFailed(peer, self._lost[peer], label)
+
+    def _check_circle(self, missing: list[int], label: str, waited: float) -> None:
+        """Raise if every rank that this one needs, directly or not, is itself waiting (or busy for too long)."""
+        now, seen, queue = time.monotonic(), {self.rank}, list(missing)
+        while queue:
+            peer = queue.pop()
+            if peer in seen:
+                continue
+            seen.add(peer)
+            note = self._notes.get(peer)
+            if note is None or now - note[0] < _CIRCLE_AFTER_S / 2:
+                if waited < self.stall_timeout_s:
+                    return
+                break  # busy beyond the timeout: report as well
+            queue += note[2]
+        places = [f"rank {self.rank} waits at '{label}' for ranks {missing}"]
+        for peer in sorted(seen - {self.rank}):
+            note = self._notes.get(peer)
+            places.append(f"rank {peer} waits at '{note[1]}'" if note else f"rank {peer} computes or sleeps")
+        text = f"no progress for {waited:.0f} s: " + "; ".join(places) + ". Did all ranks run the same modules and calls?"
+        self.abort(text)
+        raise StallError(text)
+
+    def missing(self, present: set[int]) -> list[int]:
+        """Ranks that are not in `present`."""
+        return [peer for peer in range(self.world_size) if peer not in present]
+
+    def forget(self, key: Hashable) -> None:
+        """A finished reduction's bookkeeping may go."""
+        self.arrived.pop(key, None)
+        self.summed.pop(key, None)
+
+    def _tell_all(self, message: tuple) -> None:
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.transport.send(peer, message)
+
+    def abort(self, reason: str) -> None:
+        if not self._closed:
+            self._tell_all(("failed", reason))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.transport.close()

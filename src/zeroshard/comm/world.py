@@ -1,0 +1,126 @@
+"""Which Comm serves this rank: chosen once per process group, by where its ranks are.
+
+    one process                           SharedComm of a world of one
+    a thread of `testing.run_threads`     SharedComm over threads
+    gloo, all ranks on one Linux host     SharedComm over processes
+    gloo across hosts; nccl               DistComm
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+import threading
+import traceback
+import uuid
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError, did_you_mean
+from .base import Comm
+from .dist import DistComm
+from .shared import SharedComm
+from .transport import ProcessTransport, ThreadTransport, ThreadWorld
+
+BACKENDS = ("auto", "shared", "dist")
+
+_local = threading.local()  # .comm: this thread's Comm, in a world of threads
+_by_group: dict[tuple, Comm] = {}
+_live: weakref.WeakSet[Comm] = weakref.WeakSet()
+_solo_said = False
+
+
+def set_thread_comm(comm: Comm | None) -> None:
+    """Make `comm` the one that `current` returns in this thread (None: undo)."""
+    _local.comm = comm
+
+
+def current(choice: str | Comm | None, device: torch.device, stall_timeout_s: float) -> Comm:
+    """The Comm for this rank.
+
+    choice: a Comm, or "auto", "shared", "dist". Raises ConfigError where a launcher's variables are set but the
+    process group has not been started: a world of one by mistake is the costliest of silent errors.
+    """
+    if isinstance(choice, Comm):
+        return choice
+    choice = choice or os.environ.get("ZEROSHARD_COMM") or "auto"
+    if choice not in BACKENDS:
+        raise ConfigError(f"comm: expected one of {BACKENDS} or a Comm, got {choice!r}.{did_you_mean(choice, BACKENDS)}")
+    if getattr(_local, "comm", None) is not None:
+        return _local.comm
+    if not (dist.is_available() and dist.is_initialized()):
+        return _solo(device, stall_timeout_s)
+    key = (id(dist.group.WORLD), choice, device)
+    if key not in _by_group:
+        _by_group[key] = _connect(choice, device, stall_timeout_s)
+        _live.add(_by_group[key])
+        _hook_failures()
+    return _by_group[key]
+
+
+def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or ("RANK" in os.environ and "WORLD_SIZE" not in os.environ):
+        raise ConfigError(
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are set, but the process "
+            "group has not been started: call torch.distributed.init_process_group() before zs.shard()."
+        )
+    global _solo_said
+    if not _solo_said:
+        print("zeroshard: no process group and no RANK: this is a single process (world size 1)", file=sys.stderr)
+        _solo_said = True
+    return SharedComm(ThreadTransport(ThreadWorld(1, device), 0), device, stall_timeout_s)
+
+
+def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
+    """Ask all ranks where they are; share memory if all are on one host and on the CPU."""
+    token = uuid.uuid4().hex
+    places: list = [None] * dist.get_world_size()
+    dist.all_gather_object(places, (_place(), str(device.type), token))
+    same_host = len({(place, kind) for place, kind, _ in places}) == 1 and places[0][0] is not None
+    if choice == "shared" and not same_host:
+        raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")
+    if choice == "dist" or not same_host or device.type != "cpu":
+        return DistComm(None, device, stall_timeout_s)
+    transport = ProcessTransport(dist.get_rank(), dist.get_world_size(), places[0][2], stall_timeout_s)
+    return SharedComm(transport, device, stall_timeout_s)
+
+
+def _place() -> tuple | None:
+    """What two processes must have in common to open each other's memory; None where there is no such way."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getuid()
+    except OSError:
+        return None
+
+
+def _hook_failures() -> None:
+    """An uncaught exception on this rank is told to the peers before the process ends."""
+    if getattr(sys.excepthook, "_zeroshard", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind, error, trace) -> None:
+        text = "".join(traceback.format_exception(kind, error, trace))
+        for comm in list(_live):
+            try:
+                comm.abort(text)
+            except Exception as abort_error:  # the process is dying: say so, and let it
+                print(f"zeroshard: could not tell the peers: {abort_error}", file=sys.stderr)
+        previous(kind, error, trace)
+
+    hook._zeroshard = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for comm in list(_live):
+        comm.close()

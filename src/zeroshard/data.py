@@ -1,0 +1,204 @@
+"""Text as bytes: reading a folder, splitting it, and batches that do not depend on the number of ranks.
+
+Words: a *corpus* is the text of many files, joined with one zero byte after each; *held-out* files are never
+trained on; a *window* is `seq` inputs and the `seq` targets one byte further on.
+
+Invariants
+- The split is by file and depends on names only, so that it is the same everywhere; a lone file is split at its tail.
+- Row `i` of step `s` is a function of (seed, s, i): ranks take consecutive rows of the same global batch.
+
+      global batch of step s     | row 0 | row 1 | row 2 | row 3 |
+      2 ranks                    |---- rank 0 ---|---- rank 1 ---|
+      1 rank, 2 micro-batches    |--- micro 0 ---|--- micro 1 ---|
+
+- An epoch reads each window once, in an order drawn from (seed, epoch), from a starting byte drawn likewise.
+"""
+
+import hashlib
+import lzma
+import os
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SEPARATOR = b"\0"
+MAX_CORPUS_NBYTES = 2**30
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
+# Of the standard library: tests repeat themselves, encodings and pydoc_data are tables.
+SKIPPED_IN_STDLIB = frozenset({"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"})
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out text as bytes."""
+
+    name: str
+    train: Tensor  # (train_nbytes,) uint8
+    held_out: Tensor  # (held_out_nbytes,) uint8
+    train_files: tuple[str, ...]
+    held_out_files: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """A fingerprint of both parts, to compare between ranks."""
+        both = hashlib.sha256(self.train.numpy().tobytes())
+        both.update(b"|" + self.held_out.numpy().tobytes())
+        return both.hexdigest()
+
+
+def read_corpus(folder: str | Path | None = None, *, held_out_nbytes: int = 2**17) -> Corpus:
+    """Read all text below `folder` (or one file; None: the Python standard library) and split it.
+
+    The held-out part gets whole files, in an order drawn from their names, until it has `held_out_nbytes` bytes or a
+    tenth of the corpus, whichever is less.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else Path(folder)
+    if not root.exists():
+        raise ValueError(f"data: expected a folder or a file with text, got {str(root)!r}, which does not exist")
+    documents = dict(_read_documents(root, stdlib=folder is None))
+    if not documents:
+        raise ValueError(f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)")
+    name = "Python standard library" if folder is None else root.name or str(root)
+    if len(documents) == 1:
+        return _split_tail(name, *next(iter(documents.items())), held_out_nbytes)
+    return _split_files(name, documents, held_out_nbytes)
+
+
+def _read_documents(root: Path, stdlib: bool) -> Iterator[tuple[str, bytes]]:
+    """Yield (relative name, content) of each text file, in the order of names."""
+    total_nbytes = 0
+    for path in [root] if root.is_file() else _walk(root, SKIPPED_IN_STDLIB if stdlib else frozenset()):
+        if stdlib and path.suffix != ".py":
+            continue
+        content = path.read_bytes()
+        if not content or SEPARATOR in content:
+            continue
+        total_nbytes += len(content)
+        if total_nbytes > MAX_CORPUS_NBYTES:
+            raise ValueError(f"data: expected at most {MAX_CORPUS_NBYTES} bytes of text below {str(root)!r}; choose a smaller folder")
+        yield (path.name if path == root else path.relative_to(root).as_posix()), content
+
+
+def _walk(root: Path, skipped: frozenset[str]) -> Iterator[Path]:
+    """Regular files below `root` in the order of names, without hidden ones, links and skipped folders."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in SKIPPED_FOLDERS | skipped)
+        for file in sorted(files):
+            path = Path(folder) / file
+            if not file.startswith(".") and path.is_file() and not path.is_symlink():
+                yield path
+
+
+def _split_files(name: str, documents: dict[str, bytes], held_out_nbytes: int) -> Corpus:
+    """Hold out whole files, the ones whose hashed names come first."""
+    target_nbytes = min(held_out_nbytes, sum(map(len, documents.values())) // 10)
+    order = sorted(documents, key=lambda file: hashlib.sha256(file.encode(errors="surrogateescape")).digest())
+    count, nbytes = 0, 0
+    while count == 0 or (nbytes < target_nbytes and count < len(order) - 1):
+        nbytes += len(documents[order[count]]) + len(SEPARATOR)
+        count += 1
+    held_out_files, train_files = tuple(order[:count]), tuple(order[count:])
+    parts = [b"".join(documents[file] + SEPARATOR for file in files) for files in (train_files, held_out_files)]
+    return Corpus(name, _as_tensor(parts[0]), _as_tensor(parts[1]), train_files, held_out_files)
+
+
+def _split_tail(name: str, file: str, content: bytes, held_out_nbytes: int) -> Corpus:
+    """Hold out the end of a lone file."""
+    cut = len(content) - max(1, min(held_out_nbytes, len(content) // 10))
+    return Corpus(name, _as_tensor(content[:cut]), _as_tensor(content[cut:]), (file,), (f"{file} (tail)",))
+
+
+def _as_tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The global batches of a run; each rank asks for its part of each.
+
+    `batch` counts sequences over all ranks and micro-batches, so the text of a step does not change with either.
+    """
+
+    text: Tensor  # (nbytes,) uint8
+    seq: int
+    batch: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.text.numel() < 2 * self.seq + 1:
+            raise ValueError(
+                f"data: expected at least 2 * seq + 1 = {2 * self.seq + 1} bytes of training text, got {self.text.numel()}; "
+                "give more text or a smaller seq"
+            )
+
+    @property
+    def windows(self) -> int:
+        """Windows in one epoch, whatever byte it starts from."""
+        return (self.text.numel() - self.seq) // self.seq
+
+    def offsets(self, step: int) -> list[int]:
+        """First byte of each row of the global batch of `step`: (batch,)."""
+        found = []
+        for i in range(step * self.batch, (step + 1) * self.batch):
+            epoch, place = divmod(i, self.windows)
+            start, order = _epoch(self.seed, epoch, self.windows, self.seq)
+            found.append(start + self.seq * int(order[place]))
+        return found
+
+    def rows(self, step: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (count, seq) int64 of rows `first` .. `first + count` of the global batch of `step`."""
+        if first < 0 or count < 1 or first + count > self.batch:
+            raise ValueError(f"rows: expected a part of 0..{self.batch}, got {first}..{first + count}")
+        starts = self.offsets(step)[first : first + count]
+        window = torch.stack([self.text[start : start + self.seq + 1] for start in starts]).long()  # (count, seq + 1)
+        return window[:, :-1], window[:, 1:]
+
+    def part(self, step: int, rank: int, world_size: int, micro: int = 0, accumulate: int = 1) -> tuple[Tensor, Tensor]:
+        """Micro-batch `micro` of `rank`: inputs and targets, each (batch / world_size / accumulate, seq)."""
+        count, rest = divmod(self.batch, world_size * accumulate)
+        if rest or not count:
+            raise ValueError(
+                f"batch: expected a multiple of ranks x accumulate = {world_size} x {accumulate}, got {self.batch}"
+            )
+        return self.rows(step, (rank * accumulate + micro) * count, count)
+
+
+@lru_cache(maxsize=4)
+def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
+    """Starting byte in 0..seq-1 and the order of windows (windows,) of an epoch."""
+    digest = hashlib.sha256(f"zeroshard {seed} {epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    start = int(torch.randint(seq, (1,), generator=generator))
+    return start, torch.randperm(windows, generator=generator)
+
+
+def held_out_windows(text: Tensor, seq: int, stride: int) -> tuple[Tensor, Tensor]:
+    """Cut `text` so that each byte but the first is predicted once: windows (count, seq + 1) int64 and what to score.
+
+    Windows start every `stride` bytes; of each, only the targets that no window before it has scored count (the
+    scored mask is (count, seq), bool), so a byte has at least `seq - stride` bytes of context where the text has them.
+    Short text is padded with zeros that are not scored.
+    """
+    if not 1 <= stride <= seq:
+        raise ValueError(f"stride: expected 1 <= stride <= seq = {seq}, got {stride}")
+    starts = range(0, max(1, text.numel() - 1 - (seq - stride)), stride)
+    windows = torch.zeros(len(starts), seq + 1, dtype=torch.long)
+    scored = torch.zeros(len(starts), seq, dtype=torch.bool)
+    for row, start in enumerate(starts):
+        piece = text[start : start + seq + 1]
+        windows[row, : piece.numel()] = piece.long()
+        scored[row, (0 if row == 0 else seq - stride) : piece.numel() - 1] = True
+    return windows, scored
+
+
+def compressed_bits_per_byte(text: Tensor) -> dict[str, float]:
+    """Bits per byte of `text` under the usual compressors at their strongest levels, each starting from nothing."""
+    content = text.numpy().tobytes()
+    sizes = {"zlib -9 (gzip)": zlib.compress(content, 9), "lzma -9 (xz)": lzma.compress(content, preset=9)}
+    return {name: 8 * len(packed) / len(content) for name, packed in sizes.items()}

@@ -1,0 +1,66 @@
+"""The errors of zeroshard: what went wrong, which rank or parameter, and what to do.
+
+User mistakes are also ValueError or TypeError, so that ordinary handlers catch them; failures of the run
+(a lost peer, a stall) derive from `ZeroshardError` alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ZeroshardError(RuntimeError):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigError(ZeroshardError, ValueError):
+    """An option has an unknown name or a value outside its range."""
+
+
+class ModelMismatch(ZeroshardError, ValueError):
+    """Ranks built different models, or one model was given where another was expected."""
+
+
+class ModelChanged(ZeroshardError):
+    """A sharded model was changed behind the library's back (parameter replaced, requires_grad toggled)."""
+
+
+class ShardedAccessError(ZeroshardError):
+    """An operation needs the whole of a parameter of which this rank holds a slice."""
+
+
+class ShardedWriteError(ShardedAccessError):
+    """An in-place write that cannot be carried out on slices."""
+
+
+class ModelClosed(ZeroshardError):
+    """A model or optimizer is used after `zs.close`."""
+
+
+class CollectiveMismatch(ZeroshardError):
+    """Ranks entered different collective operations."""
+
+
+class PeerFailed(ZeroshardError):
+    """Another rank raised, exited or was killed; carries its traceback where it could send one."""
+
+    def __init__(self, rank: int, reason: str, waiting_for: str = "") -> None:
+        self.rank = rank
+        self.reason = reason
+        where = f" (this rank was waiting for: {waiting_for})" if waiting_for else ""
+        super().__init__(f"rank {rank} failed{where}: {reason}")
+
+
+class StallError(ZeroshardError):
+    """No progress within the stall timeout; names who waits for whom."""
+
+
+class NonFiniteError(ZeroshardError):
+    """Too many steps in a row had non-finite gradients."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """' Did you mean 'x'?' for the known word nearest to `word`, or ''."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,285 @@
+"""Starting local ranks: `spawn` for commands, `run_processes` for functions (tests, benchmarks).
+
+Both give each rank the environment of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), and keep
+three promises: a failing rank ends the others after a short grace (so that they can print what they know), a hanging
+one is ended at the time limit, and no rank outlives the launcher, even if that is killed with SIGKILL.
+
+    launcher --+-- rank 0 (own process group) -- its children
+               +-- rank 1 (own process group) -- its children
+    a rank ends badly -> wait `grace_s` -> SIGTERM to the groups -> wait -> SIGKILL to the groups
+"""
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GRACE_S = 3.0  # for peers of a failed rank: time to notice and to print
+TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
+TIMEOUT_EXIT_CODE = 124  # as timeout(1)
+PARENT_VARIABLE = "ZEROSHARD_PARENT_PID"
+FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def free_port() -> int:
+    """A TCP port of this machine that was free a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun would set for a rank of one local machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def end_with_parent(parent_pid: int | None = None) -> None:
+    """Make this process die when its launcher does. Without an argument: if the launcher asked for it."""
+    if parent_pid is None:
+        if PARENT_VARIABLE not in os.environ:
+            return
+        parent_pid = int(os.environ.pop(PARENT_VARIABLE))
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch_parent, args=(parent_pid,), daemon=True).start()
+    if os.getppid() != parent_pid:  # it died before we could ask to be told
+        os._exit(1)
+
+
+def _watch_parent(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """An exit code of subprocess or multiprocessing in words: negative ones are signals."""
+    if exitcode is None:
+        return "still running"
+    if exitcode >= 0:
+        return f"exit code {exitcode}"
+    try:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"killed by signal {-exitcode}"
+
+
+# --------------------------------------------------------------------------------------------------- commands
+
+
+def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, grace_s: float = GRACE_S) -> int:
+    """Run `python -m zeroshard *argv` on `ranks` local ranks and wait for all of them.
+
+    Returns 0 if all ranks ended well, else the exit code of the first that did not (128 + n for signal n, 124 for the
+    time limit), after a line on stderr that names it.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks: expected at least 1, got {ranks}")
+    port = free_port()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    children: list[subprocess.Popen] = []
+    received: list[int] = []  # signals to forward
+    previous = {number: signal.signal(number, lambda n, _: received.append(n)) for number in FORWARDED_SIGNALS}
+    try:
+        for rank in range(ranks):
+            environment = os.environ | rank_environment(rank, ranks, port) | {PARENT_VARIABLE: str(os.getpid())}
+            command = [sys.executable, "-m", "zeroshard", *argv]
+            children.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        return _wait(children, received, deadline, grace_s)
+    finally:
+        _end(children)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _wait(children: list[subprocess.Popen], received: list[int], deadline: float | None, grace_s: float) -> int:
+    """Wait until all children ended, one failed, a signal came or the time is over; returns the exit code."""
+    while True:
+        codes = [child.poll() for child in children]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            _wait_quietly(children, grace_s)
+            code = codes[failed[0]]
+            others = "" if len(children) == 1 else "; the other ranks were stopped"
+            print(f"zeroshard: rank {failed[0]} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
+            return code if code > 0 else 128 - code
+        if all(code == 0 for code in codes):
+            return 0
+        if received:
+            for child in children:
+                _signal_group(child, received[0])
+            _wait_quietly(children, grace_s)
+            return 128 + received[0]
+        if deadline is not None and time.monotonic() > deadline:
+            running = [rank for rank, code in enumerate(codes) if code is None]
+            print(f"zeroshard: time limit reached; ranks {running} still ran and were stopped", file=sys.stderr, flush=True)
+            return TIMEOUT_EXIT_CODE
+        time.sleep(0.05)
+
+
+def _wait_quietly(children: list[subprocess.Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(0.02)
+
+
+def _end(children: list[subprocess.Popen]) -> None:
+    """Leave nothing behind: SIGTERM to the groups that still run, then SIGKILL to every group."""
+    if any(child.poll() is None for child in children):
+        for child in children:
+            _signal_group(child, signal.SIGTERM)
+        _wait_quietly(children, TERMINATE_S)
+    for child in children:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+
+
+def _signal_group(child: subprocess.Popen, number: int) -> None:
+    try:
+        os.killpg(child.pid, number)
+    except (ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+        pass
+
+
+# -------------------------------------------------------------------------------------------------- functions
+
+
+@dataclass(frozen=True)
+class ProcessResult:
+    """How one rank of `run_processes` ended: with a value, an error (its traceback), or neither (killed)."""
+
+    rank: int
+    value: Any
+    error: str | None
+    exitcode: int | None  # negative: killed by that signal
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.exitcode == 0
+
+
+class ProcessesFailed(RuntimeError):
+    """A rank of `run_processes` raised, died or ran past the time limit; `results` holds all ranks."""
+
+    def __init__(self, message: str, results: list[ProcessResult]) -> None:
+        super().__init__(message)
+        self.results = results
+
+
+def run_processes(
+    fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S, check: bool = True
+) -> list[Any]:
+    """Call `fn(rank, world_size, *args)` in `ranks` fresh processes and return their values in the order of ranks.
+
+    `fn`, `args` and the values must be picklable. If a rank fails, raises `ProcessesFailed` with the traceback of the
+    first that did and all exit codes; with `check=False` it returns a `ProcessResult` per rank instead and raises
+    nothing.
+    """
+    context = multiprocessing.get_context("spawn")
+    port, workers, readers = free_port(), [], []
+    outcomes: dict[int, tuple[Any, str | None]] = {}
+    order: list[int] = []  # of failures
+    try:
+        for rank in range(ranks):
+            reader, writer = context.Pipe(duplex=False)
+            settings = (os.getpid(), rank, ranks, port)
+            worker = context.Process(target=_work, args=(writer, settings, fn, args), name=f"rank{rank}")
+            worker.start()
+            writer.close()  # the child's copy is then the only one, so that its death reads as end of file
+            workers.append(worker)
+            readers.append(reader)
+        late = _collect(workers, readers, outcomes, order, time.monotonic() + timeout_s, grace_s)
+    finally:
+        _kill(workers)
+    results = [ProcessResult(r, *outcomes.get(r, (None, None)), workers[r].exitcode) for r in range(ranks)]
+    if not check:
+        return results
+    if order or late:
+        raise ProcessesFailed(_failure_message(results, order, timeout_s if late else None), results)
+    return [result.value for result in results]
+
+
+def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:
+    """Body of a rank: environment, call, answer."""
+    parent_pid, rank, ranks, port = settings
+    os.setpgid(0, 0)
+    end_with_parent(parent_pid)
+    os.environ.update(rank_environment(rank, ranks, port))
+    if "torch" in sys.modules:  # ranks share the cores of one machine
+        sys.modules["torch"].set_num_threads(1)
+    try:
+        answer = pickle.dumps((fn(rank, ranks, *args), None))  # plain pickle: torch's own one shares memory handles
+    except BaseException:
+        writer.send_bytes(pickle.dumps((None, traceback.format_exc())))
+        writer.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # a broken process group may block the usual way out
+    writer.send_bytes(answer)
+    writer.close()
+
+
+def _collect(workers: list, readers: list, outcomes: dict, order: list[int], deadline: float, grace_s: float) -> bool:
+    """Receive answers until all came, a failure's grace is over, or the deadline; True if it was the deadline."""
+    waiting = dict(enumerate(readers))
+    limit = deadline
+    while waiting:
+        remaining = limit - time.monotonic()
+        ready = multiprocessing.connection.wait(list(waiting.values()), max(0.0, remaining))
+        if not ready and remaining <= 0:
+            return not order
+        for rank in [rank for rank, reader in waiting.items() if reader in ready]:
+            try:
+                outcomes[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
+            except EOFError:  # it died without an answer
+                outcomes[rank] = (None, None)
+                workers[rank].join(1.0)
+            if outcomes[rank][1] is not None or workers[rank].exitcode not in (None, 0):
+                order.append(rank)
+                limit = min(limit, time.monotonic() + grace_s)
+    for rank, worker in enumerate(workers):
+        worker.join(max(0.0, limit - time.monotonic()))
+        if worker.exitcode not in (None, 0) and rank not in order:  # answered, then died on the way out
+            order.append(rank)
+    return any(worker.exitcode is None for worker in workers) and not order
+
+
+def _kill(workers: list) -> None:
+    for worker in workers:
+        if worker.exitcode is None:
+            worker.kill()
+    for worker in workers:
+        worker.join()
+        try:
+            os.killpg(worker.pid, signal.SIGKILL)  # what it may have started
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def _failure_message(results: list[ProcessResult], order: list[int], timeout_s: float | None) -> str:
+    codes = ", ".join(f"rank {result.rank}: {describe_exit(result.exitcode)}" for result in results)
+    if timeout_s is not None:
+        return f"expected all ranks to end within {timeout_s:g} s; the slow ones were killed ({codes})"
+    first = results[order[0]]
+    reason = first.error or f"it died without an answer: {describe_exit(first.exitcode)}"
+    return f"rank {first.rank} failed first ({codes}):\n{reason}"

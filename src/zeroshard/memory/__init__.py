@@ -1,0 +1,1 @@
+"""Memory: the ledger of bytes by category, and the pools of constant size."""

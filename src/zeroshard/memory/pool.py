@@ -1,0 +1,108 @@
+"""StagingPool: buffers of one constant size through which gradients leave (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
+
+A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
+can be taken again once no rank reads it any more. Normally `count` buffers circulate. More exist as address space
+only: they are touched when ranks use units in different orders and would otherwise wait for one another for ever.
+
+Every region is one that peers can read (see comm.base), so allocation is collective and happens once, at the start.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ..comm.base import Comm, Region, Work
+from .ledger import STAGING, Ledger
+
+_PATIENCE_S = 0.05  # wait this long for a buffer to come free before touching a further one
+
+
+@dataclass
+class _Buffer:
+    region: Region  # bytes
+    work: Work | None = None  # the reduction that reads it
+    taken: bool = False
+    touched: bool = False
+
+
+class StagingPool:
+    """`limit` buffers of `nbytes` each, of which `count` are normally in use."""
+
+    def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int) -> None:
+        self.comm, self.ledger, self.nbytes, self.count = comm, ledger, nbytes, count
+        present = limit if comm.shares_memory else count
+        self._buffers = [self._new() for _ in range(present if nbytes else 0)]
+        self._views: dict[tuple[int, int, torch.dtype], Region] = {}
+
+    def _new(self) -> _Buffer:
+        return _Buffer(self.comm.allocate(self.nbytes, torch.uint8, whole=True))
+
+    def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Region]:
+        """A free buffer as a whole region of `numel` elements; its number is for `give`."""
+        assert numel * dtype.itemsize <= self.nbytes
+        number = self._find_free()
+        buffer = self._buffers[number]
+        if buffer.work is not None:
+            buffer.work.drain()
+            buffer.work = None
+        if not buffer.touched:
+            buffer.touched = True
+            self.ledger.enter(STAGING, self.nbytes)
+        buffer.taken = True
+        return number, self._view(number, numel, dtype)
+
+    def give(self, number: int, work: Work | None) -> None:
+        """The buffer may be taken again when `work` has drained."""
+        self._buffers[number].taken = False
+        self._buffers[number].work = work
+
+    def _find_free(self) -> int:
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            waiting = None
+            for number, buffer in enumerate(self._buffers[: self.count]):
+                if buffer.taken:
+                    continue
+                if buffer.work is None or buffer.work.drained():
+                    return number
+                waiting = number if waiting is None else waiting
+            if waiting is not None and not self.comm.shares_memory:
+                return waiting  # `take` waits for it: the peers serve it without this rank's help
+            if waiting is None or time.monotonic() > deadline:
+                return self._further()
+            self.comm.poll()
+            time.sleep(2e-5)
+
+    def _further(self) -> int:
+        """A buffer beyond the usual number."""
+        for number, buffer in enumerate(self._buffers[self.count :], self.count):
+            if not buffer.taken and (buffer.work is None or buffer.work.drained()):
+                return number
+        if self.comm.shares_memory:
+            for number, buffer in enumerate(self._buffers):
+                if not buffer.taken:
+                    return number  # `take` waits; a circle of waiting ranks is detected there
+        self._buffers.append(self._new())
+        return len(self._buffers) - 1
+
+    def _view(self, number: int, numel: int, dtype: torch.dtype) -> Region:
+        key = (number, numel, dtype)
+        if key not in self._views:
+            region = self._buffers[number].region
+            nbytes = numel * dtype.itemsize
+            tensor = region.tensor[:nbytes].view(dtype)
+            view = self.comm.private(tensor, whole=True)
+            view.wholes = [whole[:nbytes].view(dtype) for whole in region.wholes]
+            self._views[key] = view
+        return self._views[key]
+
+    def close(self) -> None:
+        """Drop all memory."""
+        for buffer in self._buffers:
+            if buffer.touched:
+                self.ledger.strike(STAGING, self.nbytes)
+        self._buffers.clear()
+        self._views.clear()

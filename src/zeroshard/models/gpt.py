@@ -1,0 +1,156 @@
+"""A compact decoder-only GPT: the reference model of `zeroshard train`, the benchmarks and the tests.
+
+It is an ordinary `nn.Module`: nothing in it knows about sharding. Its `Block`s stand in an `nn.ModuleList`, so
+that each becomes one unit; embeddings, the last norm and the head form the root unit.
+
+    tokens (batch, seq) -> embedding + position -> [Block] * layers -> norm -> head -> logits or loss
+
+Words: *dim* is the width of the residual stream, *head_dim* = dim / heads, *seq* the tokens of one sequence.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT. `seq_len` is the longest sequence it can read."""
+
+    vocab_size: int = 256
+    seq_len: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    mlp_ratio: int = 4
+    tied: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "seq_len", "dim", "layers", "heads", "mlp_ratio"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {value!r}")
+        if self.dim % self.heads:
+            raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads}; change heads or dim")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
+
+    def to_dict(self) -> dict[str, int | float | bool]:
+        """The fields as a dictionary, ready for JSON."""
+        return asdict(self)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with one fused projection to queries, keys and values."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)  # weight (3 * dim, dim)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        heads = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, seq, head_dim)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+
+
+class MLP(nn.Module):
+    """Two linear maps with a GELU between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.mlp_ratio * config.dim
+        self.up = nn.Linear(config.dim, hidden, bias=False)
+        self.out = nn.Linear(hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.gelu(self.up(x), approximate="tanh"))  # (batch, seq, dim)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim, bias=False)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.LayerNorm(config.dim, bias=False)
+        self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x)))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))  # (batch, seq, dim)
+
+
+class GPT(nn.Module):
+    """Decoder-only language model. `model(tokens)` gives logits, `model(tokens, targets)` the mean loss in nats."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.position = nn.Embedding(config.seq_len, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.dim, bias=False)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal(0, 0.02), as GPT-2; maps that write into the residual stream are scaled by 1 / sqrt(2 layers)."""
+        std = 0.02
+        if isinstance(module, (Attention, MLP)):  # apply() visits children first, so this overrides theirs
+            nn.init.normal_(module.out.weight, std=std / math.sqrt(2 * self.config.layers))
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=std)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits (batch, seq, vocab) or, with `targets` (batch, seq), the mean cross entropy, computed in fp32."""
+        seq = tokens.shape[1]
+        if seq > self.config.seq_len:
+            raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} per sequence, got {seq}")
+        x = self.embedding(tokens) + self.position(torch.arange(seq, device=tokens.device))  # (batch, seq, dim)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))  # (batch, seq, vocab)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,  # (batch, prompt)
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,  # on the CPU
+    ) -> Tensor:  # (batch, prompt + count)
+        """Append `count` sampled tokens to each prompt; temperature 0 takes the most likely one.
+
+        Each token is one forward of the whole model, which at stage 3 is collective: every rank must call
+        `generate` with as many steps, and with an equally seeded generator if all are to read the same text.
+        """
+        for _ in range(count):
+            logits = self(tokens[:, -self.config.seq_len :])[:, -1].float().cpu()  # (batch, vocab)
+            if top_k is not None:
+                worst = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < worst, -math.inf)
+            if temperature == 0:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            tokens = torch.cat([tokens, chosen.to(tokens.device)], dim=1)
+        return tokens

@@ -1,0 +1,1 @@
+"""The sharded optimizer: any elementwise torch.optim optimizer, stepping flat shards."""

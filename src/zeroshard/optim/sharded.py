@@ -1,0 +1,402 @@
+"""The sharded optimizer: the user's optimizer object, stepping flat shards instead of parameters.
+
+`zs.shard` gives the object a new class, so schedulers and param_groups that refer to it keep working; its original
+class goes on as an *inner* optimizer over runs (optim/runs.py). One step, in three phases:
+
+    agree     local square sums -> global norm; non-finite anywhere: every rank skips
+    update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
+    publish   replicated parameters are gathered again; sharded ones are gathered when they are next used
+
+Hyperparameters are read from the outer param_groups before every step. Norms are sums of fp32 square sums per shard,
+combined in fp64 in a fixed order, so that stages agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import struct
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Placement
+from ..errors import ConfigError, ModelClosed, NonFiniteError
+from ..memory.ledger import OPTIMIZER
+from ..runtime import Runtime
+from ..unit import ParamGroup
+from .record import StepRecord
+from .runs import Run, gradient_buffer, make_runs, slot_range, split, state_nbytes
+
+
+class OptimizerCore:
+    """What a sharded optimizer does; `optimizer.core`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+        self.outer, self.runtime, self.comm = optimizer, runtime, runtime.comm
+        self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
+        self.inner = _inner_copy(optimizer)
+        self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
+        self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
+        for group in runtime.groups:
+            if not group.trainable:
+                continue
+            keys: list[object] = [self.group_of.get(id(param)) for param in group.params]
+            for number, run in make_runs(group, keys, self.replicated):
+                self.runs[number].append(run)  # type: ignore[index]
+        self._show_runs()
+        self.norm: tuple[float, float] | None = None  # (norm, coefficient) found by clip_grad_norm_ for this step
+        self.last_step: StepRecord | None = None
+        self._skipped_in_a_row = 0
+        self._state_nbytes = 0
+
+    def _show_runs(self) -> None:
+        """The inner optimizer's param_groups are the runs."""
+        for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
+            group["params"] = [run.tensor for run in runs]
+
+    @property
+    def stepped_groups(self) -> list[ParamGroup]:
+        """Parameter groups that have a gradient, the same on every rank."""
+        return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+
+    # -- agree -----------------------------------------------------------------------------------------------
+
+    def global_norm(self) -> float:
+        """Norm of the unscaled mean gradient over all ranks (collective). Non-finite where any element is."""
+        groups = self.stepped_groups
+        squares = [torch.linalg.vector_norm(group.grads.shard, dtype=_norm_dtype(group)) for group in groups]
+        norms = torch.stack([s.to(torch.float64) for s in squares]).tolist() if squares else []
+        mine = sum(norm * norm for norm in norms)
+        everyone = self.comm.exchange(struct.pack("<d", mine), "optimizer step: gradient norm")
+        total = sum(struct.unpack("<d", part)[0] for part in everyone)
+        norm = math.sqrt(total) if total >= 0 else math.nan
+        return norm / self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are still multiplied with."""
+        return self.runtime.scaler.scale if self.runtime.scaler is not None and self.norm is None else 1.0
+
+    def clip(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most `max_norm`; the norm before (collective)."""
+        norm = self.global_norm()
+        coefficient = 1.0
+        if math.isfinite(norm):
+            coefficient = min(1.0, max_norm / (norm + 1e-6))
+            self._scale_gradients(coefficient / self.loss_scale)
+        self.norm = (norm, coefficient)
+        return norm
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for group in self.stepped_groups:
+            gradient_buffer(group, self.replicated).mul_(factor)
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord:
+        """One step (collective). Without gradients on any rank: a no-op with a record that says so."""
+        runtime = self.runtime
+        if runtime.closed:
+            raise ModelClosed("optimizer.step() after zs.close(model).")
+        for unit in runtime.units:
+            unit.check_unchanged()
+        runtime.flush()
+        if not self.stepped_groups:
+            self.last_step = StepRecord(0.0, 1.0, skipped=True)
+            return self.last_step
+        scale = runtime.scaler.scale if runtime.scaler is not None else 1.0
+        limit = runtime.config.max_grad_norm
+        if self.norm is None:
+            if limit is not None:
+                self.clip(limit)
+            else:
+                self.norm_only(scale)
+        assert self.norm is not None
+        norm, coefficient = self.norm
+        self.norm = None
+        if not math.isfinite(norm):
+            return self._skip(norm, scale)
+        self._update()
+        self._publish()
+        self._skipped_in_a_row = 0
+        runtime.steps += 1
+        if runtime.scaler is not None:
+            runtime.scaler.update(overflow=False)
+        self.last_step = StepRecord(norm, coefficient, skipped=False, loss_scale=scale)
+        return self.last_step
+
+    def norm_only(self, scale: float) -> None:
+        """Find the norm and undo the loss scale, without clipping."""
+        norm = self.global_norm()
+        if math.isfinite(norm):
+            self._scale_gradients(1.0 / scale)
+        self.norm = (norm, 1.0)
+
+    def _skip(self, norm: float, scale: float) -> StepRecord:
+        """Every rank skips; the record names parameters and ranks; too many in a row end the run (B20)."""
+        names = self._nonfinite_names()
+        self.last_step = StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale)
+        self._skipped_in_a_row += 1
+        if self.runtime.scaler is not None:
+            self.runtime.scaler.update(overflow=True)
+        limit = self.runtime.config.max_skipped_steps
+        if self._skipped_in_a_row >= limit:
+            hint = (
+                " With fp16 this happens to models trained in bf16: use precision='bf16'."
+                if self.runtime.scaler is not None
+                else " Check the data and the learning rate."
+            )
+            raise NonFiniteError(
+                f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}"
+            )
+        return self.last_step
+
+    def _nonfinite_names(self) -> tuple[str, ...]:
+        mine = [
+            spec.name
+            for group in self.stepped_groups
+            for index, spec in enumerate(group.specs)
+            if not torch.isfinite(group.homes[index].cut(group.grads.shard)).all()
+        ]
+        everyone = self.comm.exchange(pickle.dumps(mine), "optimizer step: names of non-finite gradients")
+        return tuple(
+            f"{name} (shard of rank {rank})" for rank, part in enumerate(everyone) for name in pickle.loads(part)
+        )
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
+        groups = self.stepped_groups
+        stepped = set(map(id, groups))
+        for group in groups:
+            self._refresh_masters(group)
+        self._split_where_inactive(stepped)
+        self._copy_options(self.outer.param_groups, self.inner.param_groups)
+        for run in self._all_runs():
+            if id(run.group) in stepped and run.group.active[run.indices[0]]:
+                run.tensor.grad = run.grad_of(gradient_buffer(run.group, self.replicated)).to(run.tensor.dtype)
+        self.inner.step()
+        for run in self._all_runs():
+            run.tensor.grad = None
+        self._copy_options(self.inner.param_groups, self.outer.param_groups)
+        for group in groups:
+            if group.master is not None:
+                (group.values.full if self.replicated else group.values.shard).copy_(group.master)
+        self._enter_states()
+
+    def _all_runs(self) -> list[Run]:
+        return [run for runs in self.runs for run in runs]
+
+    def _split_where_inactive(self, stepped: set[int]) -> None:
+        """A run with a parameter that has no gradient on any rank falls apart: that one keeps its state."""
+        changed = False
+        for number, runs in enumerate(self.runs):
+            result: list[Run] = []
+            for run in runs:
+                active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
+                if len(set(active)) > 1:
+                    result += split(run, self.replicated, self.inner.state)
+                    changed = True
+                else:
+                    result.append(run)
+            self.runs[number] = result
+        if changed:
+            self._show_runs()
+
+    def _refresh_masters(self, group: ParamGroup) -> None:
+        """Masters follow what the user wrote into parameters since the last step."""
+        if not group.values.sharded:
+            for index, param in enumerate(group.params):
+                if param._version != group.versions[index]:
+                    group.versions[index] = param._version
+                    group.dirty.add(index)
+        if group.master is not None:
+            for index in group.dirty:
+                start, stop = slot_range(group, index, self.replicated)
+                source = group.values.full if self.replicated else group.values.shard
+                group.master[start:stop].copy_(source[start:stop])
+        group.dirty.clear()
+
+    @staticmethod
+    def _copy_options(source: list[dict], target: list[dict]) -> None:
+        for given, kept in zip(source, target, strict=True):
+            for key, value in given.items():
+                if key != "params":
+                    kept[key] = value
+
+    def _publish(self) -> None:
+        """Replicated parameters of a sharded optimizer: gather what each rank has stepped."""
+        if not self.replicated:
+            works = [g.values.gather() for g in self.stepped_groups if not g.values.sharded]
+            for work in works:
+                work.wait()
+            if works:
+                self.comm.exchange(b"", "parameters gathered")  # before any rank writes to what peers copy
+        self.comm.fence_read()
+
+    def _enter_states(self) -> None:
+        nbytes = state_nbytes(self.inner.state)
+        if nbytes != self._state_nbytes:
+            self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
+            self._state_nbytes = nbytes
+
+    # -- state by parameter ----------------------------------------------------------------------------------
+
+    def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
+        """The inner state as torch shows it: by parameter, tensors as sharded tensors of the true shape."""
+        result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        for run in self._all_runs():
+            state = self.inner.state.get(run.tensor)
+            if not state:
+                continue
+            for index in run.indices:
+                result[run.group.params[index]] = {
+                    key: self._view(run, index, value) for key, value in state.items()
+                }
+        return result
+
+    def _view(self, run: Run, index: int, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape != run.tensor.shape:
+            return value
+        home, slot = run.group.homes[index], run.group.layout.slots[index]
+        start, _ = slot_range(run.group, index, self.replicated)
+        if self.replicated:
+            return value[start - run.start : start - run.start + slot.numel].view(slot.shape)
+        return home.wrap(value[start - run.start : start - run.start + home.piece.numel])
+
+    @torch.no_grad()
+    def load_state(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take states by parameter id, tensors whole or sharded alike. Each parameter becomes a run of its own."""
+        self.inner.state.clear()
+        for number, runs in enumerate(self.runs):
+            self.runs[number] = [part for run in runs for part in split(run, self.replicated, {})]
+        self._show_runs()
+        for run in self._all_runs():
+            state = states.get(id(run.group.params[run.indices[0]]))
+            if state:
+                self.inner.state[run.tensor] = {key: self._take(run, value) for key, value in state.items()}
+        self._enter_states()
+
+    def _take(self, run: Run, value: Any) -> Any:
+        index = run.indices[0]
+        shape = run.group.specs[index].shape
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            return value.clone() if isinstance(value, Tensor) else value
+        home = run.group.homes[index]
+        taken = torch.zeros_like(run.tensor, dtype=value.dtype if value.is_floating_point() else None)
+        if self.replicated:
+            taken[: value.numel()].copy_(value.reshape(-1))
+        else:
+            local = getattr(value, "_local", None)
+            local = value.reshape(-1)[home.start : home.stop] if local is None else local
+            taken[: local.numel()].copy_(local)
+        return taken
+
+    def close(self) -> None:
+        """Drop states."""
+        self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)
+        self._state_nbytes = 0
+        self.inner.state.clear()
+        self.runs = []
+
+
+class ShardedOptimizer:
+    """Mixed into the class of the user's optimizer by `shard_optimizer`."""
+
+    core: OptimizerCore
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        """One step (collective). See `last_step` for what it did."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.core.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        self.core.runtime.drop_gradients()
+        self.core.norm = None
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, None before the first."""
+        return self.core.last_step
+
+    @property
+    def state(self) -> dict:
+        """Optimizer states by parameter, tensors sharded."""
+        return self.core.state_by_param()
+
+    @state.setter
+    def state(self, value: dict) -> None:
+        self.core.load_state({id(param): entries for param, entries in value.items()})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Refused: buffers are laid out already."""
+        raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() and shard again.")
+
+
+def _inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
+    inner = object.__new__(type(optimizer))
+    inner.__dict__.update(optimizer.__dict__)
+    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
+    inner.state = defaultdict(dict)
+    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
+    for name in list(inner.__dict__):
+        if name.endswith("_hooks"):
+            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
+    return inner
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: set[int], names: dict[int, str]) -> None:
+    """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ConfigError(
+                    f"the optimizer's group {number} holds a parameter (position {position}, shape "
+                    f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
+                    "model that you shard; one optimizer per sharded model."
+                )
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
+    """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
+    given = {id(param): entries for param, entries in optimizer.state.items()}
+    core = OptimizerCore(optimizer, runtime)
+    wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
+    optimizer.__dict__.pop("state")
+    cls = type(optimizer)
+    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls), {})
+    optimizer.core = core  # type: ignore[attr-defined]
+    if given:
+        core.load_state(given)
+    if wrapped is not None:
+        _rewrap_for_schedulers(optimizer)
+    return optimizer
+
+
+def _rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return plain(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _norm_dtype(group: ParamGroup) -> torch.dtype:
+    return torch.promote_types(group.grads.shard.dtype, torch.float32)

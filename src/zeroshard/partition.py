@@ -1,0 +1,242 @@
+"""Which parameters form a unit: found from the model's own structure, or as the user says.
+
+    auto     the non-leaf classes that repeat in a ModuleList, Sequential or ModuleDict (outermost first) are blocks;
+             large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
+    model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
+
+A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes in elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .config import Config
+from .errors import ConfigError, ShardedAccessError, did_you_mean
+from .unit import ParamSpec
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LARGE = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A unit to be: its name, the modules whose forward enters it, and its parameters."""
+
+    name: str
+    modules: list[nn.Module]
+    specs: list[ParamSpec] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
+
+def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
+    """Every parameter once, in the order of named_parameters, with all its owners.
+
+    Raises ShardedAccessError for parameters that can not be sharded (integer, complex, sparse, lazy), by name.
+    """
+    specs: dict[int, ParamSpec] = {}
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _check(name, param)
+            spec = specs.get(id(param))
+            if spec is None:
+                specs[id(param)] = ParamSpec(
+                    name, param, [(module, attribute)], _dtype(param, prefix, module, config),
+                    tuple(param.shape), param.requires_grad, param.dtype,
+                )  # fmt: skip
+            else:
+                spec.owners.append((module, attribute))
+    result = list(specs.values())
+    for number, spec in enumerate(result):
+        spec.number = number
+    return result
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedTensorMixin):
+        raise ShardedAccessError(f"{name} is lazy and has no shape yet: run the model once before zs.shard().")
+    if param.layout is not torch.strided:
+        raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+    if not param.is_floating_point() and param.requires_grad:
+        raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+
+
+def _dtype(param: nn.Parameter, prefix: str, module: nn.Module, config: Config) -> torch.dtype:
+    """In which dtype the parameter computes: the policy's, then the precision's; integers and fp64 keep theirs."""
+    if not param.is_floating_point() or param.dtype == torch.float64:
+        return param.dtype
+    policy = policy_dtype(prefix, module, config)
+    return policy or (param.dtype if config.precision == "fp32" else config.compute_dtype)
+
+
+def policy_dtype(prefix: str, module: nn.Module, config: Config) -> torch.dtype | None:
+    """The dtype that `Config.dtypes` assigns to a module, by class name or by a pattern over its name."""
+    from fnmatch import fnmatchcase
+
+    for key, dtype in config.dtypes.items():
+        if key in [cls.__name__ for cls in type(module).__mro__] or fnmatchcase(prefix, key):
+            return dtype
+    return None
+
+
+def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
+    """Units in the order of the model; every spec in exactly one of them."""
+    blocks = _blocks(model, config)
+    plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
+    nearest = _nearest_block(model, set(plans))
+    rest: list[ParamSpec] = []
+    for spec in specs:
+        homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
+        home = next(iter(homes)) if len(homes) == 1 else None
+        if home is None:
+            rest.append(spec)
+        else:
+            plans[home].specs.append(spec)
+    units = [plan for plan in plans.values() if plan.specs]
+    if config.max_unit_numel is not None:
+        units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
+    units = _merge(units, config.min_unit_numel)
+    units = _rest_units(model, config, units, rest) + units
+    return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
+
+
+def _blocks(model: nn.Module, config: Config) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that becomes a unit; the root module is never among them."""
+    named = [(name, module) for name, module in model.named_modules() if module is not model]
+    units = config.units
+    if units == "model":
+        return []
+    if units == "leaf":
+        return [(name, module) for name, module in named if any(p is not None for p in module._parameters.values())]
+    if units == "auto":
+        return _repeated(model, leaves=False) or _repeated(model, leaves=True)
+    if callable(units):
+        return [(name, module) for name, module in named if units(name, module)]
+    return _of_classes(named, tuple(units))  # type: ignore[arg-type]
+
+
+def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple) -> list[tuple[str, nn.Module]]:
+    known = {type(module).__name__ for _, module in named}
+    for item in wanted:
+        name = item if isinstance(item, str) else item.__name__
+        if name not in known:
+            raise ConfigError(
+                f"units: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+            )
+    names = {item for item in wanted if isinstance(item, str)}
+    classes = tuple(item for item in wanted if not isinstance(item, str))
+    return [
+        (name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)
+    ]
+
+
+def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
+    """Outermost children of containers whose class occurs more than once there and that have a forward."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        counts = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
+        for name, child in children:
+            path = f"{prefix}.{name}" if prefix else name
+            callable_ = type(child).forward is not nn.Module.forward
+            is_leaf = next(child.children(), None) is None
+            has_params = next(child.parameters(), None) is not None
+            if counts[type(child)] > 1 and callable_ and has_params and (leaves or not is_leaf):
+                if not any(child is module for _, module in found):
+                    found.append((path, child))
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
+    """id of each module -> id of the innermost block around it."""
+    nearest: dict[int, int] = {}
+
+    def visit(module: nn.Module, block: int | None) -> None:
+        block = id(module) if id(module) in blocks else block
+        if block is not None:
+            if nearest.setdefault(id(module), block) != block:
+                nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, None)
+    return {module: block for module, block in nearest.items() if block != -1}
+
+
+def _rest_units(
+    model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]
+) -> list[UnitPlan]:
+    """Units of what lies outside the blocks: large owners on their own, everything else the root."""
+    large_numel = math.inf
+    if config.units == "auto" and units:
+        large_numel = _LARGE * max(unit.numel for unit in units)
+    if config.max_unit_numel is not None:
+        large_numel = min(large_numel, config.max_unit_numel)
+    by_owner: dict[frozenset, UnitPlan] = {}
+    root = UnitPlan("(root)", [model])
+    for spec in rest:
+        owners = [owner for owner, _ in spec.owners]
+        own_numel = sum(p.numel() for p in owners[0]._parameters.values() if p is not None)
+        if own_numel >= large_numel and model not in owners and all(_is_leaf(owner) for owner in owners):
+            key = frozenset(map(id, owners))
+            plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
+            plan.specs.append(spec)
+        else:
+            root.specs.append(spec)
+            # called directly, without the root's forward, these modules still find their parameters
+            root.modules = _unique([*root.modules, *owners])
+    return [*by_owner.values(), *([root] if root.specs else [])]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for module in modules}.values())
+
+
+def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
+    """Cut a unit at its leaf modules so that the parts stay below `max_numel` where the modules allow it."""
+    if unit.numel <= max_numel:
+        return [unit]
+    remainder = UnitPlan(unit.name, unit.modules)
+    parts: dict[int, UnitPlan] = {}
+    for spec in unit.specs:
+        owners = _unique(owner for owner, _ in spec.owners)
+        # a leaf inside nn.MultiheadAttention is never called: its parameters are read by the parent
+        if len(owners) == 1 and _is_leaf(owners[0]) and type(owners[0]).__name__ != "NonDynamicallyQuantizableLinear":
+            part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
+            part.specs.append(spec)
+        else:
+            remainder.specs.append(spec)
+    return [*([remainder] if remainder.specs else []), *parts.values()]
+
+
+def _merge(units: list[UnitPlan], min_numel: int) -> list[UnitPlan]:
+    """Join neighbours until each has at least `min_numel` elements."""
+    merged: list[UnitPlan] = []
+    for unit in units:
+        if merged and merged[-1].numel < min_numel:
+            last = merged[-1]
+            merged[-1] = UnitPlan(f"{last.name}+{unit.name}", last.modules + unit.modules, last.specs + unit.specs)
+        else:
+            merged.append(unit)
+    return merged

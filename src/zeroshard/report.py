@@ -1,0 +1,144 @@
+"""The report: bytes per rank by category and bytes sent, measured, beside the closed formulas of the stage.
+
+Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, g bytes a parameter and a gradient):
+
+    parameters        p Psi, sharded p Psi / N
+    gradients         g Psi, sharded g Psi / N
+    optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
+    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from .config import Placement
+from .memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING, Traffic
+from .runtime import Runtime, runtime_of
+
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What zeroshard holds and has sent on this rank. All sizes in bytes.
+
+    at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
+    state. peak: highest so far by category. communication: totals by kind. *_nbytes_per_step: sent by one rank.
+    """
+
+    stage: int
+    world_size: int
+    rank: int
+    num_parameters: int
+    precision: str
+    at_rest: dict[str, int]
+    formula: dict[str, int]
+    ddp: dict[str, int]
+    peak: dict[str, int]
+    communication: dict[str, Traffic]
+    steps: int
+    theory_nbytes_per_step: int
+    measured_nbytes_per_step: int
+    units: int
+    deviations: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """Plain types, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = (
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.precision}, "
+            f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
+        )
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
+        for state in STATES:
+            lines.append(f"{state:<20}{self.at_rest[state]:>16,}{self.formula[state]:>16,}{self.ddp[state]:>16,}")
+        totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
+        lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
+        lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]
+        lines += [f"{kind}: {t.count} times, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
+        lines.append(
+            f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
+        )
+        lines += [f"note: {message}" for message in self.deviations]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a sharded model on this rank (not collective)."""
+    runtime = runtime_of(model)
+    ledger, world = runtime.ledger, runtime.comm.world_size
+    states = {
+        PARAMETERS: ledger.now[PARAMETERS],
+        GRADIENTS: ledger.now[GRADIENTS],
+        OPTIMIZER: ledger.now[OPTIMIZER] + ledger.now[MASTERS],
+    }
+    sent = sum(traffic.nbytes for traffic in ledger.traffic.values())
+    return Report(
+        stage=runtime.config.stage,
+        world_size=world,
+        rank=runtime.comm.rank,
+        num_parameters=sum(group.layout.true_numel for group in runtime.groups),
+        precision=runtime.config.precision,
+        at_rest=states,
+        formula=_formula(runtime, sharded=True),
+        ddp=_formula(runtime, sharded=False),
+        peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
+        communication={kind: Traffic(t.count, t.nbytes) for kind, t in ledger.traffic.items()},
+        steps=runtime.steps,
+        theory_nbytes_per_step=theory_nbytes_per_step(runtime),
+        measured_nbytes_per_step=sent // max(runtime.steps, 1),
+        units=len(runtime.units),
+        deviations=tuple(runtime.messages),
+    )
+
+
+def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
+    """Bytes by model state for the stage (sharded=False: with everything replicated)."""
+    row, world = runtime.config.row, runtime.comm.world_size
+
+    def held(placement: Placement, nbytes: int) -> int:
+        return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
+
+    moments = _moments_per_element(runtime)
+    totals = dict.fromkeys(STATES, 0)
+    for group in runtime.groups:
+        numel = group.layout.true_numel
+        totals[PARAMETERS] += held(row.parameter, numel * group.values.full.itemsize)
+        if group.grads is not None:
+            totals[GRADIENTS] += held(row.gradient, numel * group.grads.shard.itemsize)
+            master = 4 if group.master is not None else 0
+            totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
+    return totals
+
+
+def _moments_per_element(runtime: Runtime) -> float:
+    """Bytes of optimizer moments per stepped element, read off the states (0 before the first step)."""
+    if runtime.optimizer is None:
+        return 0.0
+    core = runtime.optimizer.core
+    for tensor, state in core.inner.state.items():
+        like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
+        return float(sum(v.element_size() for v in like))
+    return 0.0
+
+
+def theory_nbytes_per_step(runtime: Runtime) -> int:
+    """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
+    row, world = runtime.config.row, runtime.comm.world_size
+    total = 0
+    for group in runtime.groups:
+        numel, itemsize = group.layout.true_numel, group.values.full.itemsize
+        if row.parameter is Placement.SHARDED:
+            total += 2 * numel * itemsize
+        elif row.optimizer is Placement.SHARDED and group.grads is not None:
+            total += numel * itemsize
+        if group.grads is not None:
+            total += numel * group.grads.send_dtype.itemsize
+            if row.gradient is Placement.REPLICATED:
+                total += numel * group.grads.shard.itemsize
+    return total * (world - 1) // world

@@ -1,0 +1,421 @@
+"""The runtime: connects what happens in an nn.Module and in autograd to units and schedule.
+
+    forward    pre-hook: gather, put compute parameters in        hook: take them out, release, watch the outputs
+    backward   gradient of an output: gather again                last gradient of the unit: reduce, release
+    its end    one callback: units without (all) gradients join with zeros, reductions are waited for
+
+No wrapper module and no full-backward hooks. A unit that took no part on this rank but did on another joins the
+reduction with zeros: at the end of backward ranks exchange which units and parameters they had gradients for. What
+depends on the stage is in the units' placements, never here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from .comm.base import Comm
+from .config import Config
+from .errors import ModelClosed, ZeroshardError
+from .memory.ledger import Ledger
+from .memory.pool import StagingPool
+from .precision import LossScaler, cast_floating, find_tensors, map_tensors
+from .schedule import Schedule, Visit
+from .sharded import clear_local_grad, local_grad
+from .unit import ParamGroup, Unit
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Marked(torch.autograd.Function):
+    """Identity on a frozen unit's inputs: its backward runs when nothing inside the unit remains to be computed."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        ctx.done()
+        return (None, *grads)
+
+
+class Runtime:
+    """Everything that zeroshard keeps about one sharded model. `runtime_of(model)` finds it."""
+
+    def __init__(
+        self, model: nn.Module, config: Config, comm: Comm, units: list[Unit], ledger: Ledger, pool: StagingPool
+    ) -> None:
+        self.model, self.config, self.comm, self.units, self.ledger, self.pool = (
+            model, config, comm, units, ledger, pool,
+        )  # fmt: skip
+        self.schedule = Schedule([unit.name for unit in units])
+        self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
+        for group in self.groups:
+            group.runtime = self
+        self.optimizer: Any = None
+        self.num_params = sum(len(group.specs) for group in self.groups)
+        self.sync = True  # False inside zs.accumulate
+        self.closed = False
+        self.backwards = 0  # reduced backwards since the last zero_grad
+        self.steps = 0
+        self.scaler: LossScaler | None = None
+        if config.precision == "fp16":
+            dynamic = config.loss_scale == "dynamic"
+            scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
+            self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
+        self.messages: list[str] = []
+        self._active = False  # inside a backward
+        self._scaled = False  # the loss scale was applied in this backward
+        self._touched: set[int] = set()  # parameters that got a gradient since the last reduction
+        self._reduced: set[int] = set()  # units whose reduction this backward started
+        self._order = [unit.number for unit in reversed(units) if unit.expected]  # agreed, for ordered comms
+        self._completed: list[int] = []  # in this backward, in this rank's order
+        self._agreed = False
+        self._kept: list[Unit] = []  # units whose memory an output still refers to
+        self.handles: list[Any] = []  # hooks, for close
+        self.compiled: list[tuple[nn.Module, Any]] = []
+
+    # -- forward ---------------------------------------------------------------------------------------------
+
+    def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before the model's own forward: state left by a failed backward goes, inputs are cast."""
+        if self.closed:
+            raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
+        if self._active and not _in_backward():
+            self._abandon()
+        if not self._active:
+            self._release_kept()
+            for unit in self.units:
+                unit.check_unchanged()
+        if self.config.precision != "fp32":
+            dtype = self.config.compute_dtype
+            args = tuple(cast_floating(arg, dtype) for arg in args)
+            kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def root_exit(self, output: Any) -> Any:
+        """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled."""
+        if not torch.is_grad_enabled():
+            self.schedule.end(training=False)
+        if self.scaler is None or output is None:
+            return output
+        output = cast_floating(output, torch.float32)
+        return map_tensors(self._scale_gradient, output)
+
+    def _scale_gradient(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.view_as(tensor) if tensor.is_leaf else tensor
+            tensor.register_hook(self._scale)
+        return tensor
+
+    def _scale(self, grad: Tensor) -> Tensor:
+        self._scaled = True
+        assert self.scaler is not None
+        return grad * self.scaler.scale
+
+    def enter(self, unit: Unit) -> None:
+        """A forward inside the unit begins."""
+        if unit.depth == 0 and not unit.pinned and unit.sharded:
+            self._open(unit, backward=unit.in_backward)
+        unit.depth += 1
+
+    def exit(self, unit: Unit, output: Any) -> None:
+        """A forward inside the unit has ended (output None: by an exception)."""
+        unit.depth -= 1
+        if unit.depth > 0 or unit.pinned:
+            return
+        training = torch.is_grad_enabled()
+        if training and output is not None:
+            self._watch(unit, output)
+            if self._active and unit.sharded:
+                unit.in_backward = True  # recomputation: the unit's backward follows at once
+        if unit.in_backward or not unit.sharded:
+            return
+        unit.swap_out()
+        if not self.schedule.repeats(Visit(unit.number, False), training):
+            self._release(unit)
+
+    def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Units with frozen parameters: find out when their backward is over by marking the inputs."""
+        tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        if not tensors or not torch.is_grad_enabled() or not unit.sharded:
+            return args, kwargs
+
+        def done() -> None:
+            if unit.arrived == 0 or not unit.expected:
+                self._leave_backward(unit)
+
+        marked = dict(zip(map(id, tensors), _Marked.apply(done, *tensors), strict=True))
+        swap = lambda tensor: marked.get(id(tensor), tensor)  # noqa: E731
+        return tuple(map_tensors(swap, a) for a in args), {k: map_tensors(swap, v) for k, v in kwargs.items()}
+
+    def _open(self, unit: Unit, backward: bool) -> None:
+        """Make the unit usable now, and start the gathers of what comes next."""
+        if self.closed:
+            raise ModelClosed("this model was closed with zs.close().")
+        training = torch.is_grad_enabled() or backward or self._active
+        message = self.schedule.visit(Visit(unit.number, backward), training)
+        if message is not None:
+            self.messages.append(message)
+        unit.ready()
+        unit.swap_in()
+        if self.config.overlap and not self.comm.shares_memory:
+            self._prefetch(training)
+
+    def _prefetch(self, training: bool) -> None:
+        """Gather ahead: at least the next unit, further ones within the byte budget."""
+        budget, ahead = self.config.prefetch_nbytes, 0
+        for visit in self.schedule.upcoming(training):
+            unit = self.units[visit.unit]
+            if unit.phase.value == "ready":
+                continue  # still in use; its later visit gathers it again
+            ahead += unit.gathered_nbytes
+            if ahead > budget and ahead > unit.gathered_nbytes:
+                return
+            unit.gather()
+            if ahead > budget:
+                return
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        """Let the first gradient that reaches an output of the unit gather it again."""
+        if not unit.sharded:
+            return
+        memories = None if unit.groups[0].values.mapped else {
+            group.values.full.untyped_storage()._cdata for group in unit.groups
+        }  # fmt: skip
+
+        def arrived(_: Any) -> None:
+            self.begin_unit_backward(unit)
+
+        found = False
+        for tensor in find_tensors(output):
+            if memories is not None and tensor.untyped_storage()._cdata in memories:
+                self._keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
+            if not tensor.requires_grad:
+                continue
+            found = True
+            if tensor.grad_fn is not None:
+                tensor.register_hook(arrived)
+                base = tensor._base
+                if base is not None and base.grad_fn is not None:
+                    base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
+        if not found and unit.expected and memories is not None:
+            self._keep(unit)  # outputs that can not be seen: backward may still come through them
+
+    def _keep(self, unit: Unit) -> None:
+        """Hold the unit's memory until the backward (or the next forward) is over."""
+        if not unit.kept:
+            unit.kept = True
+            self._kept.append(unit)
+
+    # -- backward --------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Called by every event of backward; the first one orders the callback at its end."""
+        if not self._active:
+            if self.closed:
+                raise ModelClosed("backward() through a model that was closed with zs.close().")
+            self._active = True
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def begin_unit_backward(self, unit: Unit) -> None:
+        """A gradient has reached an output of the unit."""
+        self.begin_backward()
+        if unit.in_backward or unit.pinned:
+            return
+        unit.in_backward = True
+        if unit.sharded:
+            self._open(unit, backward=True)
+
+    def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
+        """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
+        self.begin_backward()
+        grad = local_grad(param)
+        if grad is None:
+            return
+        clear_local_grad(param)
+        if grad.requires_grad:
+            grad = grad.detach()  # create_graph=True
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        assert group.grads is not None
+        with torch.no_grad():
+            group.grads.add(index, grad, self.sync)
+        self._touched.add(group.specs[index].number)
+        unit.arrived += 1
+        if unit.arrived == unit.expected:
+            self._complete(unit)
+
+    def _complete(self, unit: Unit) -> None:
+        """All gradients of the unit are there."""
+        unit.arrived = 0
+        if self.sync:
+            self._completed.append(unit.number)
+            if self.comm.ordered:
+                self._reduce_in_order()
+            else:
+                self._reduce(unit)
+        if not unit.has_frozen:
+            self._leave_backward(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        self._reduced.add(unit.number)
+        for group in unit.trainable:
+            assert group.grads is not None
+            with torch.no_grad():
+                group.grads.reduce()
+                if not self.config.overlap:
+                    group.grads.finish()
+        self.comm.poll()
+
+    def _reduce_in_order(self) -> None:
+        """Start what may start: a reduction waits for those before it in the agreed order."""
+        done = set(self._completed)
+        for number in self._order:
+            if number in self._reduced:
+                continue
+            if number not in done or not self._agreed:
+                return
+            self._reduce(self.units[number])
+
+    def _leave_backward(self, unit: Unit) -> None:
+        if not unit.in_backward:
+            return
+        unit.in_backward = False
+        if unit.depth == 0 and not unit.pinned:
+            unit.swap_out()
+            self._release(unit)
+
+    def end_backward(self) -> None:
+        """The end of backward: join what others reduced, wait for all reductions, release all units."""
+        if self.scaler is not None and self._touched and not self._scaled:
+            raise ZeroshardError(
+                "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
+                "submodule called directly), so the loss scale could not be applied. Return such losses from forward."
+            )
+        with torch.no_grad():
+            if self.sync:
+                self._join()
+                self._finish_reductions()
+        for unit in self.units:
+            unit.arrived = 0
+            self._leave_backward(unit)
+        self._release_kept()
+        self.schedule.end(training=True)
+        self._active = self._scaled = False
+
+    def _join(self) -> None:
+        """Agree on units and parameters with gradients; reduce (with zeros) what only others completed."""
+        started = {u.number for u in self.units if any(g.grads.pending or g.grads.holds for g in u.trainable)}
+        mine = self._reduced | started
+        units, params = self._exchange_masks(mine, self._touched)
+        missing = sorted(units - self._reduced, reverse=True)
+        if self.comm.ordered:
+            missing = [number for number in self._order if number in missing]
+        for number in missing:
+            self._reduce(self.units[number])
+        for group in self.groups:
+            for index, spec in enumerate(group.specs):
+                if spec.number in params:
+                    group.active[index] = True
+
+    def _exchange_masks(self, units: set[int], params: set[int]) -> tuple[set[int], set[int]]:
+        """The unions over ranks. In the usual case all ranks send the same few bytes."""
+        if self.comm.world_size == 1:
+            return units, params
+        order = [number for number in self._completed] if not self._agreed and self.comm.ordered else []
+        unit_mask = sum(1 << number for number in units)
+        param_mask = sum(1 << number for number in params)
+        unit_nbytes, param_nbytes = len(self.units) // 8 + 1, self.num_params // 8 + 1
+        payload = unit_mask.to_bytes(unit_nbytes, "little") + param_mask.to_bytes(param_nbytes, "little")
+        payload += struct.pack(f"<{len(order)}I", *order)
+        everyone = self.comm.exchange(payload, f"end of backward (model of {self.num_params} parameters)")
+        if self.comm.ordered and not self._agreed:
+            self._agree_on_order(everyone[0][unit_nbytes + param_nbytes :])
+        if all(part == payload for part in everyone):
+            return units, params
+        for part in everyone:
+            unit_mask |= int.from_bytes(part[:unit_nbytes], "little")
+            param_mask |= int.from_bytes(part[unit_nbytes : unit_nbytes + param_nbytes], "little")
+        return _bits(unit_mask), _bits(param_mask)
+
+    def _agree_on_order(self, packed: bytes) -> None:
+        """Reductions are matched by order: take that in which rank 0 completed its units."""
+        first = list(struct.unpack(f"<{len(packed) // 4}I", packed))
+        self._order = first + [number for number in self._order if number not in first]
+        self._agreed = True
+
+    def _finish_reductions(self) -> None:
+        for number in self._reduced:
+            for group in self.units[number].trainable:
+                group.grads.finish()
+        replicated = [g.grads for n in sorted(self._reduced) for g in self.units[n].trainable if g.grads.replicated]
+        if replicated:
+            for work in [grads.gather() for grads in replicated]:
+                work.wait()
+            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
+        self.backwards += bool(self._reduced)
+        self._reduced, self._touched, self._completed = set(), set(), []
+
+    # -- the rest --------------------------------------------------------------------------------------------
+
+    def _release(self, unit: Unit) -> None:
+        if not unit.kept:
+            unit.release()
+
+    def _release_kept(self) -> None:
+        kept, self._kept = self._kept, []
+        for unit in kept:
+            unit.kept = False
+            if unit.depth == 0 and not unit.in_backward and not unit.pinned:
+                self._release(unit)
+
+    def _abandon(self) -> None:
+        """A backward ended by an exception: drop what it left, so that the next step starts clean."""
+        self._active = self._scaled = False
+        self._reduced, self._touched, self._completed = set(), set(), []
+        for unit in self.units:
+            unit.arrived, unit.depth, unit.in_backward = 0, 0, False
+            unit.swap_out()
+            self._release(unit)
+            for group in unit.trainable:
+                group.grads.drop()
+
+    def flush(self) -> None:
+        """Before a step: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
+        held = any(group.grads.holds for unit in self.units for group in unit.trainable)
+        if not held or not self.sync:
+            return
+        with torch.no_grad():
+            self._join()
+            self._finish_reductions()
+
+    def drop_gradients(self) -> None:
+        """zero_grad: no gradient remains, on any rank."""
+        self.backwards = 0
+        self._touched = set()
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.drop()
+                group.active = [False] * len(group.specs)
+
+
+def _bits(mask: int) -> set[int]:
+    return {number for number in range(mask.bit_length()) if mask >> number & 1}
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model. Raises ZeroshardError for one that is not sharded."""
+    runtime = model.__dict__.get("_zeroshard")
+    if runtime is None:
+        raise ZeroshardError(f"this {type(model).__name__} is not sharded: call zs.shard(model, optimizer, ...) first.")
+    return runtime

@@ -1,0 +1,371 @@
+"""Sharded tensors: the true shape outside, this rank's slice inside.
+
+At rest a sharded parameter stands in its module with the global shape, dtype, device and requires_grad, so names,
+state dicts, `numel()` and initialisation code work as on one process. What an operation does with it:
+
+    in-place initialisation   acts on the logical tensor: random draws consume the generator like one process does
+    elementwise               local, if all operands are cut alike (whole tensors are sliced)
+    anything else             raises, naming the parameter and the remedy; never a no-op, never a crash
+
+`full_tensor()` gathers (collective). Freed memory is never reachable from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from .errors import ShardedAccessError, ShardedWriteError
+
+aten = torch.ops.aten
+
+
+class Home(Protocol):
+    """Where a sharded tensor belongs: names it, cuts it, and carries out what needs other ranks."""
+
+    name: str
+    start: int  # this rank's elements [start, stop) of the flattened tensor
+    stop: int
+
+    def before_write(self) -> None:
+        """A parameter's slice is about to be written (collective where peers read it in place)."""
+
+    def after_write(self) -> None:
+        """A parameter's slice was written: masters follow."""
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        """(shape) from every rank's slice (collective)."""
+
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient as a sharded tensor, or None."""
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Assign or (None) drop the gradient."""
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
+
+    _local: Tensor  # (stop - start,)
+    _home: Home
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], home: Home, requires_grad: bool = False) -> ShardedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        tensor._local, tensor._home = local, home
+        return tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
+            return _random_(func, args, kwargs)
+        if torch.Tag.pointwise in func.tags or _is_local_foreach(func):
+            return _elementwise(func, args, kwargs)
+        raise _refusal(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return (
+            f"{type(self).__name__}({self._home.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"elements [{self._home.start}, {self._home.stop}) on this rank, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict) -> ShardedTensor:
+        raise ShardedAccessError(
+            f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
+            "zs.full_state_dict(model)."
+        )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise ShardedAccessError(
+            f"{self._home.name}: a sharded tensor can not be pickled (this rank has a slice only). Use "
+            "zs.full_state_dict(model) or zs.save."
+        )
+
+    def to_local(self) -> Tensor:
+        """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, a copy, on every rank (collective)."""
+        return self._home.gather_local(self._local).view(self.shape)
+
+
+class ShardedParameter(ShardedTensor):
+    """What stands in `module._parameters` at rest. An nn.Parameter by isinstance."""
+
+    _is_param = True
+    _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor, shape: tuple[int, ...], home: Home, requires_grad: bool = True
+    ) -> ShardedParameter:
+        return ShardedTensor.__new__(cls, local, shape, home, requires_grad)  # type: ignore[return-value]
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
+        return self._home.gradient()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._home.set_gradient(value)
+
+    def register_hook(self, hook: Callable) -> Any:
+        """As on a tensor: sees the local gradient, of the true shape, in backward."""
+        return self._compute.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As on a tensor: called with the gathered parameter when its local gradient is complete."""
+        return self._compute.register_post_accumulate_grad_hook(hook)
+
+
+class ReplicatedParameter(nn.Parameter):
+    """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
+
+    _home: Home
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The mean gradient over ranks (sharded placement: a sharded tensor of the true shape), or None."""
+        local = local_grad(self)
+        if local is not None or torch.compiler.is_compiling():
+            return local
+        return self._home.gradient()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._home.set_gradient(value)
+
+
+def local_grad(param: Tensor) -> Tensor | None:
+    """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
+    return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+
+
+def clear_local_grad(param: Tensor) -> None:
+    """Drop what autograd has accumulated on a tensor."""
+    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+
+
+# -- operations ----------------------------------------------------------------------------------------------
+
+
+def _writes_first(func: Any) -> bool:
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def _is_local_foreach(func: Any) -> bool:
+    name = func._schema.name
+    return name.startswith("aten::_foreach_") and not any(word in name for word in ("norm", "max", "min"))
+
+
+def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
+    names = [t._home.name for t in _sharded_in((args, kwargs))]
+    kind = ShardedWriteError if _writes_first(func) and isinstance(args[0], ShardedTensor) else ShardedAccessError
+    write = ", write=True" if kind is ShardedWriteError else ""
+    return kind(
+        f"{func} needs the whole of {', '.join(names[:3])}, of which this rank holds a slice. Run it inside "
+        f"`with zs.gathered(module{write}):`, take `p.full_tensor()`, or call the module through the block that owns it."
+    )
+
+
+def _sharded_in(tree: Any) -> list[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    tree_map_only(ShardedTensor, found.append, tree)
+    return found
+
+
+def _begin_write(tensor: ShardedTensor) -> None:
+    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+        tensor._home.before_write()
+
+
+def _end_write(tensor: ShardedTensor) -> None:
+    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+        tensor._home.after_write()
+
+
+def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    source = args[0]
+    result = ShardedTensor(source._local, tuple(source.shape), source._home)
+    # writes through `p.data` or `p.detach()` are writes to the parameter
+    result._of_parameter = isinstance(source, ShardedParameter) or getattr(source, "_of_parameter", False)  # type: ignore[attr-defined]
+    return result
+
+
+def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """clone, _to_copy, *_like: local, with the same cut."""
+    source = args[0]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
+    local = func(source._local, *args[1:], **kwargs)
+    return ShardedTensor(local, tuple(source.shape), source._home)
+
+
+def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """Draw the whole tensor as one process would, keep this rank's slice."""
+    target = args[0]
+    _begin_write(target)
+    whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    target._local.copy_(whole.view(-1)[target._home.start : target._home.stop])
+    _end_write(target)
+    return target
+
+
+def _copy_(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardedTensor):
+        raise _refusal(func, args, kwargs)
+    local = _local_of(source, target)
+    _begin_write(target)
+    target._local.copy_(local)
+    _end_write(target)
+    return target
+
+
+class RangeHome:
+    """Rows of a sharded tensor: a contiguous range of its flattened elements, writes go to the parent."""
+
+    def __init__(self, parent: Home, name: str, offset: int, numel: int) -> None:
+        """offset, numel: the rows' range in the flattened parent."""
+        self.parent, self.name = parent, name
+        begin, end = max(parent.start, offset), min(parent.stop, offset + numel)
+        self.begin = begin - parent.start if begin < end else 0  # in the parent's local slice
+        self.start, self.stop = (begin - offset, end - offset) if begin < end else (0, 0)
+
+    def before_write(self) -> None:
+        self.parent.before_write()
+
+    def after_write(self) -> None:
+        self.parent.after_write()
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        return self.parent.gather_local(local)
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        raise ShardedWriteError(f"{self.name} is a view and takes no gradient of its own.")
+
+
+def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) -> ShardedTensor:
+    row_numel = source.numel() // max(source.shape[0], 1)
+    name = f"{source._home.name}[{start}:{stop}]"
+    home = RangeHome(source._home, name, start * row_numel, (stop - start) * row_numel)
+    local = source._local[home.begin : home.begin + home.stop - home.start]
+    view = ShardedTensor(local, shape, home)
+    view._of_parameter = isinstance(source, ShardedParameter) or getattr(source, "_of_parameter", False)  # type: ignore[attr-defined]
+    return view
+
+
+def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """weight[i]: one row, as nn.Embedding's padding needs it."""
+    source, dim, index = args
+    if dim % max(len(source.shape), 1) != 0:
+        raise _refusal(func, args, kwargs)
+    index %= source.shape[0]
+    return _rows(source, index, index + 1, tuple(source.shape[1:]))
+
+
+def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """weight[a:b]: adjacent rows."""
+    source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    if dim % max(len(source.shape), 1) != 0 or step != 1:
+        raise _refusal(func, args, kwargs)
+    start, stop, _ = slice(start, stop).indices(source.shape[0])
+    return _rows(source, start, max(stop, start), (max(stop - start, 0), *source.shape[1:]))
+
+
+def _local_of(operand: Any, lead: ShardedTensor) -> Any:
+    """The part of an operand that belongs to the slice of `lead`."""
+    if isinstance(operand, ShardedTensor):
+        same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
+        if operand.shape != lead.shape or not same:
+            raise ShardedAccessError(
+                f"{operand._home.name} {tuple(operand.shape)} and {lead._home.name} {tuple(lead.shape)} are cut "
+                "differently: expected two tensors sharded alike. Take full_tensor() of one of them."
+            )
+        return operand._local
+    if isinstance(operand, Tensor) and operand.dim() > 0:
+        try:
+            whole = operand.expand(lead.shape)
+        except RuntimeError as error:
+            raise ShardedAccessError(
+                f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
+            ) from error
+        return whole.reshape(-1)[lead._home.start : lead._home.stop]
+    return operand
+
+
+def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    if args and isinstance(args[0], (list, tuple)):
+        return _foreach(func, args, kwargs)
+    lead = next(iter(_sharded_in((args, kwargs))))
+    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):
+        raise _refusal(func, args, kwargs)
+    writes = _writes_first(func)
+    if writes and not isinstance(args[0], ShardedTensor):
+        raise _refusal(func, args, kwargs)
+    if writes:
+        _begin_write(args[0])
+    local = func(
+        *(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()}
+    )
+    if writes:
+        _end_write(args[0])
+        return args[0]
+    return ShardedTensor(local, tuple(lead.shape), lead._home)
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
+    leads = args[0]
+    if not all(isinstance(lead, ShardedTensor) for lead in leads):
+        raise _refusal(func, args, kwargs)
+
+    def localise(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and len(arg) == len(leads):
+            return [_local_of(a, lead) for a, lead in zip(arg, leads, strict=True)]
+        return arg
+
+    writes = _writes_first(func)
+    for lead in leads if writes else ():
+        _begin_write(lead)
+    results = func(*(localise(a) for a in args), **{k: localise(v) for k, v in kwargs.items()})
+    for lead in leads if writes else ():
+        _end_write(lead)
+    if writes:
+        return None
+    return [ShardedTensor(r, tuple(t.shape), t._home) for r, t in zip(results, leads, strict=True)]
+
+
+_HANDLERS: dict[Any, Callable] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _copy_of,
+    aten._to_copy.default: _copy_of,
+    aten.empty_like.default: _copy_of,
+    aten.zeros_like.default: _copy_of,
+    aten.ones_like.default: _copy_of,
+    aten.full_like.default: _copy_of,
+    aten.copy_.default: _copy_,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.zero_.default: _elementwise,
+    aten.fill_.Scalar: _elementwise,
+    aten.fill_.Tensor: _elementwise,
+}

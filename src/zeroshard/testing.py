@@ -1,0 +1,60 @@
+"""A world of threads: N ranks in one process with real data, for tests that take milliseconds.
+
+    results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard just works in each
+
+Torch's global random generator is shared by all threads: draw with a torch.Generator of your own, or before.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .comm import world
+from .comm.shared import SharedComm
+from .comm.transport import ThreadTransport, ThreadWorld
+from .errors import PeerFailed
+
+
+def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """fn(rank, *args) in `world_size` threads; the list of results, or the first rank's error raised here."""
+    shared = ThreadWorld(world_size)
+    results: list[Any] = [None] * world_size
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        comm = SharedComm(ThreadTransport(shared, rank), torch.device("cpu"), stall_timeout_s=timeout_s)
+        world.set_thread_comm(comm)
+        try:
+            results[rank] = fn(rank, *args)
+        except BaseException as error:
+            errors[rank] = error
+            comm.abort(traceback.format_exc())
+        finally:
+            comm.close()
+            world.set_thread_comm(None)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank{rank}") for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(file=sys.stderr)
+        raise TimeoutError(f"threads still ran after {timeout_s} s: {[t.name for t in threads if t.is_alive()]}")
+    if errors:
+        # the cause, rather than what it caused elsewhere
+        rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], PeerFailed), item[0]))
+        error.add_note(f"(on rank {rank} of {world_size}; ranks with errors: {sorted(errors)})") if hasattr(
+            error, "add_note"
+        ) else None
+        raise error
+    return results

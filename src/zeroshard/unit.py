@@ -1,0 +1,275 @@
+"""Units: the parameters that are gathered and reduced together.
+
+A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
+flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
+
+    SHARDED -> GATHERING -> READY -> SHARDED          an illegal step raises with both phases and the unit's name
+
+While READY and in use, the modules hold the *compute* parameters (views of the flat buffer); at rest they hold the
+sharded parameters. A unit is in use while a forward runs inside it (`depth`), and from its first gradient to its last
+(`in_backward`); it is pinned inside `zs.gathered`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .buffer import GradientBuffer, ParameterBuffer
+from .comm.base import Comm, Work
+from .errors import ModelChanged
+from .layout import FlatLayout
+from .sharded import ShardedParameter, ShardedTensor
+
+
+class Phase(Enum):
+    """Where a sharded unit's memory stands."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+_ALLOWED = {
+    Phase.SHARDED: {Phase.GATHERING},
+    Phase.GATHERING: {Phase.READY},
+    Phase.READY: {Phase.SHARDED},
+}
+
+
+@dataclass(eq=False)
+class ParamSpec:
+    """One parameter as the model had it: its names, and every (module, attribute) that holds it (ties)."""
+
+    name: str
+    original: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    dtype: torch.dtype  # in which it rests and computes
+    shape: tuple[int, ...]
+    requires_grad: bool
+    given_dtype: torch.dtype  # in which the user gave it
+    number: int = -1  # position in the model, the bit in participation masks
+
+
+class ParamHome:
+    """The Home (see sharded.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
+
+    def __init__(self, group: ParamGroup, index: int) -> None:
+        self.group, self.index = group, index
+        piece = group.layout.piece(index, group.comm.rank)
+        self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
+        self.piece = piece
+
+    def cut(self, shard: Tensor) -> Tensor:
+        """This parameter's piece of a shard (shard_numel,)."""
+        return shard[self.piece.shard_offset : self.piece.shard_offset + self.piece.numel]
+
+    def wrap(self, local: Tensor) -> ShardedTensor:
+        """A sharded tensor of the parameter's shape over a local piece."""
+        return ShardedTensor(local, self.group.specs[self.index].shape, self)
+
+    def before_write(self) -> None:
+        self.group.comm.fence_write()
+
+    def after_write(self) -> None:
+        self.group.dirty.add(self.index)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        parts = gather_uneven(self.group.comm, local, f"full tensor of {self.name}")
+        return torch.cat(parts)
+
+    def gradient(self) -> Tensor | None:
+        return self.group.gradient(self.index)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        self.group.set_gradient(self.index, value)
+
+
+def gather_uneven(comm: Comm, local: Tensor, label: str) -> list[Tensor]:
+    """Every rank's 1-D tensor of any length, in rank order, through the host (collective; for inspection)."""
+    data = local.detach().to("cpu").contiguous().view(torch.uint8)
+    everyone = comm.exchange(data.numpy().tobytes(), label)
+    return [
+        torch.frombuffer(bytearray(part), dtype=local.dtype).to(local.device) if part else local.new_empty(0)
+        for part in everyone
+    ]
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
+
+    params: [sharded or ordinary] parameters as the user sees them; compute: what autograd sees.
+    active: parameters that some rank had a gradient for since the last zero_grad (the same on every rank).
+    dirty: parameters written through the API since masters were last refreshed.
+    """
+
+    specs: list[ParamSpec]
+    layout: FlatLayout
+    comm: Comm
+    values: ParameterBuffer
+    grads: GradientBuffer | None
+    master: Tensor | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
+    params: list[nn.Parameter] = field(default_factory=list)
+    compute: list[nn.Parameter] = field(default_factory=list)
+    homes: list[ParamHome] = field(default_factory=list)
+    active: list[bool] = field(default_factory=list)
+    dirty: set[int] = field(default_factory=set)
+    versions: list[int] = field(default_factory=list)
+    runtime: Any = None  # whose group this is
+
+    def __post_init__(self) -> None:
+        self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
+        self.active = [False] * len(self.specs)
+
+    @property
+    def trainable(self) -> bool:
+        return self.grads is not None
+
+    def local(self, index: int) -> Tensor:
+        """This rank's slice of parameter `index`, 1-D, sharing memory."""
+        return self.homes[index].cut(self.values.shard)
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
+        if self.grads is None or not self.grads.reduced or not self.active[index]:
+            return None
+        if self.grads.replicated:
+            slot = self.layout.slots[index]
+            return self.grads.full[slot.offset : slot.stop].view(slot.shape)
+        home = self.homes[index]
+        return home.wrap(home.cut(self.grads.shard))
+
+    def set_gradient(self, index: int, value: Tensor | None) -> None:
+        """Assign a gradient (sharded alike, or whole) or drop it (None)."""
+        if self.grads is None:
+            if value is not None:
+                raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
+            return
+        piece = self.homes[index].cut(self.grads.shard)
+        if value is None:
+            piece.zero_()
+        elif isinstance(value, ShardedTensor):
+            piece.copy_(value._local)
+        else:
+            home = self.homes[index]
+            piece.copy_(value.reshape(-1)[home.start : home.stop])
+        self.grads.reduced = self.grads.reduced or value is not None
+        self.active[index] = value is not None
+
+
+class Unit:
+    """A named set of parameter groups with the modules through which it is entered."""
+
+    def __init__(self, name: str, modules: list[nn.Module], groups: list[ParamGroup], number: int) -> None:
+        self.name, self.modules, self.groups, self.number = name, modules, groups, number
+        self.sharded = any(group.values.sharded for group in groups)
+        self.phase = Phase.SHARDED if self.sharded else Phase.READY
+        self.depth = 0  # forwards running inside
+        self.in_backward = False
+        self.pinned = False  # inside zs.gathered: the modules hold whole copies
+        self.kept = False  # an output still refers to its memory
+        self.swapped = False  # modules hold compute parameters
+        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
+        self.trainable = [g for g in groups if g.trainable]
+        self.expected = sum(len(g.specs) for g in self.trainable)  # gradients per backward
+        self.has_frozen = len(self.trainable) < len(groups)
+        self.arrived = 0
+        self._works: list[Work] = []
+        self._places = [
+            (owner._parameters, attribute, g.params, g.compute, i)
+            for g in groups
+            for i, spec in enumerate(g.specs)
+            for owner, attribute in spec.owners
+        ]
+
+    def _move(self, phase: Phase) -> None:
+        if phase not in _ALLOWED[self.phase]:
+            raise AssertionError(f"unit {self.name}: illegal transition {self.phase.value} -> {phase.value}")
+        self.phase = phase
+
+    def gather(self) -> None:
+        """Start to gather (SHARDED -> GATHERING); does nothing if that has happened."""
+        if self.phase is Phase.SHARDED:
+            self._move(Phase.GATHERING)
+            self._works = [group.values.gather() for group in self.groups]
+
+    def ready(self) -> None:
+        """Gather if need be and wait (-> READY)."""
+        if self.phase is Phase.READY:
+            return
+        self.gather()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._move(Phase.READY)
+
+    def release(self) -> None:
+        """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
+        if not self.sharded or self.phase is Phase.SHARDED:
+            return
+        self.ready()
+        for group in self.groups:
+            group.values.release()
+        self._move(Phase.SHARDED)
+
+    def swap_in(self) -> None:
+        """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
+        if self.swapped or not self.sharded:
+            return
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is not params[i] or params[i].requires_grad is not compute[i].requires_grad:
+                self._complain(parameters, attribute, params[i], compute[i])
+            parameters[attribute] = compute[i]
+        self.swapped = True
+
+    def swap_out(self) -> None:
+        """Put the sharded parameters back; the inverse of `swap_in`."""
+        if not self.swapped:
+            return
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is compute[i]:
+                parameters[attribute] = params[i]
+        self.swapped = False
+
+    def check_unchanged(self) -> None:
+        """Replicated units: raise ModelChanged where a parameter was replaced or its requires_grad toggled."""
+        if self.sharded:
+            return
+        for parameters, attribute, params, _, i in self._places:
+            param = params[i]
+            if parameters.get(attribute) is not param:
+                self._complain(parameters, attribute, param, param)
+        for group in self.groups:
+            for param in group.params:
+                if param.requires_grad is not group.trainable:
+                    self._complain_requires_grad(group, param)
+
+    def _complain(self, parameters: dict, attribute: str, param: Tensor, compute: Tensor) -> None:
+        for group in self.groups:
+            for i, candidate in enumerate(group.params):
+                if candidate is not param:
+                    continue
+                if parameters.get(attribute) is not param:
+                    raise ModelChanged(
+                        f"parameter {group.specs[i].name} was replaced after zs.shard(). zs.close(model) first, change "
+                        "the model (resize, replace), then zs.shard() it again."
+                    )
+                self._complain_requires_grad(group, param)
+        raise AssertionError(f"unit {self.name}: {attribute} is not one of its parameters")
+
+    def _complain_requires_grad(self, group: ParamGroup, param: Tensor) -> None:
+        name = next(s.name for s, p in zip(group.specs, group.params, strict=True) if p is param)
+        raise ModelChanged(
+            f"requires_grad of parameter {name} was changed to {param.requires_grad} after zs.shard(). zs.close(model) "
+            "first, freeze or unfreeze, then zs.shard() it again."
+        )
+
+
+def is_sharded(param: object) -> bool:
+    """True for a parameter that rests as a slice."""
+    return isinstance(param, ShardedParameter)
