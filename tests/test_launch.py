@@ -87,21 +87,36 @@ def test_a_hanging_rank_ends_at_the_limit_with_what_it_started(tmp_path):
     assert not _running(int((tmp_path / "0").read_text()))
 
 
-def test_spawn_returns_the_exit_code_and_names_the_failing_rank(capfd):
+def _stand_in(monkeypatch, tmp_path, code: str) -> None:
+    """Let `spawn` start a script that runs `code` in place of zeroshard."""
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport os, sys, time\n{code}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_spawn_runs_the_command_on_each_rank(capfd):
     assert spawn(["--version"], 2) == 0
     assert capfd.readouterr().out.count("zeroshard ") == 2
-    assert spawn(["trian"], 2, grace_s=5) == 2
-    errors = capfd.readouterr().err
-    assert "did you mean train?" in errors
-    assert "failed: exit code 2; the other ranks were stopped" in errors
+
+
+def test_spawn_returns_the_exit_code_and_names_the_failing_rank(monkeypatch, capfd, tmp_path):
+    _stand_in(monkeypatch, tmp_path, "time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)")
+    started = time.monotonic()
+    assert spawn(["train"], 2, grace_s=0.2) == 3
+    assert time.monotonic() - started < 6
+    assert "rank 1 failed: exit code 3; the other ranks were stopped" in capfd.readouterr().err
+
+
+def test_spawn_reports_a_killed_rank(monkeypatch, capfd, tmp_path):
+    _stand_in(monkeypatch, tmp_path, "os.kill(os.getpid(), 9)")
+    assert spawn(["train"], 1) == 128 + 9
+    assert "rank 0 failed: killed by SIGKILL" in capfd.readouterr().err
 
 
 
 def test_spawn_ends_at_the_limit(monkeypatch, capfd, tmp_path):
-    slow = tmp_path / "python"  # stands for a rank that hangs, whatever its arguments
-    slow.write_text(f"#!{sys.executable}\nimport time; time.sleep(60)\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(slow))
+    _stand_in(monkeypatch, tmp_path, "time.sleep(60)")
     started = time.monotonic()
     assert spawn(["train"], 2, timeout_s=0.5) == 124
     assert time.monotonic() - started < 6

@@ -27,6 +27,7 @@ from typing import Any
 
 GRACE_S = 3.0  # for peers of a failed rank: time to notice and to print
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
+USAGE_EXIT_CODE = 2  # of a mistake in the call, which the rank has explained
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PARENT_VARIABLE = "ZEROSHARD_PARENT_PID"
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -121,7 +122,8 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             _wait_quietly(children, grace_s)
             code = codes[failed[0]]
             others = "" if len(children) == 1 else "; the other ranks were stopped"
-            print(f"zeroshard: rank {failed[0]} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
+            if code != USAGE_EXIT_CODE:
+                print(f"zeroshard: rank {failed[0]} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0

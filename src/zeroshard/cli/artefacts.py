@@ -68,6 +68,7 @@ class RunFolder:
             tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
             seen.add(tensor.data_ptr())
         save_file(tensors, self.path / "model.safetensors", dict(metadata))
+        (self.path / "model.safetensors").chmod((self.path / "metrics.jsonl").stat().st_mode)  # it was 0600
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:
         """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte."""

@@ -13,7 +13,7 @@ from zeroshard.models import GPTConfig
 from .arguments import Parser, UsageError
 
 SIZES = {  # name -> layers, dim, heads
-    "tiny": (4, 128, 4),  # 0.9 M parameters: a minute on two cores
+    "tiny": (4, 128, 4),  # 0.8 M parameters in blocks: a minute on two cores
     "small": (8, 384, 6),  # 14 M
     "medium": (12, 768, 12),  # 85 M, the shape of GPT-2 small
 }
@@ -35,6 +35,7 @@ class TrainOptions:
     layers: int | None = _option(None, "blocks, instead of the preset's", type=int)
     dim: int | None = _option(None, "width, instead of the preset's", type=int)
     heads: int | None = _option(None, "attention heads, instead of the preset's", type=int)
+    ngram_rows: int = _option(4096, "rows of each table of pairs and triples of bytes; 0: none", type=int)
     data: str | None = _option(None, "folder of text files (default: the Python standard library)")
     steps: int = _option(1000, "optimizer steps", type=int)
     time_limit: float | None = _option(None, "seconds of training after which it ends well, if sooner", type=float)
@@ -59,7 +60,7 @@ class TrainOptions:
             self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
         for name in ("lr", "time_limit"):
             self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive number")
-        for name in ("weight_decay", "max_grad_norm", "sample_bytes"):
+        for name in ("weight_decay", "max_grad_norm", "sample_bytes", "ngram_rows"):
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
@@ -81,6 +82,7 @@ class TrainOptions:
             layers=self.layers or layers,
             dim=self.dim or dim,
             heads=self.heads or heads,
+            ngram_rows=self.ngram_rows,
         )
 
     def check_batch(self, world_size: int) -> None:

@@ -1,17 +1,20 @@
 """What a run prints at its beginning and its end: who runs, how good it got, memory, communication, a sample."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+import zeroshard as zs
 from zeroshard.data import Corpus
 
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
+from .trainer import StepResult
 
 STAGES = {
     0: "stage 0: nothing sharded (plain data parallelism)",
@@ -19,6 +22,17 @@ STAGES = {
     2: "stage 2: optimizer states and gradients sharded",
     3: "stage 3: optimizer states, gradients and parameters sharded",
 }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to, beside the report of the sharding."""
+
+    scores: Mapping  # bits per byte of the held-out text: before_training, compressors, after_training
+    last: StepResult
+    step_traffic: Mapping[str, tuple[int, int]]  # kind -> calls, bytes that a rank sends in one training step
+    options: TrainOptions
+    sample: str
 
 
 def megabytes(nbytes: float) -> str:
@@ -47,14 +61,19 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
     console.print(Panel("\n".join(lines), title="zeroshard train", title_align="left", expand=False), highlight=False)
 
 
-def closing(console: Console, report, scores: Mapping, sample: str, folder: RunFolder) -> None:
-    """Print the results; `report` is that of `zs.report`."""
-    console.print()
-    for table in (quality(scores), memory(report), communication(report)):
+def closing(console: Console, folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
+    """Print the results."""
+    last, options = outcome.last, outcome.options
+    tokens = last.step * options.batch * options.seq
+    console.print(
+        f"\n{last.step:,} steps and {tokens:,} bytes of text in {last.seconds:.0f} s: {tokens / last.seconds:,.0f} bytes per second\n",
+        highlight=False,
+    )
+    for table in (quality(outcome.scores), memory(report), communication(report, outcome)):
         console.print(table, highlight=False)
         console.print()
-    if sample:
-        console.print(Panel(Text(sample), title="a sample of the model", title_align="left", expand=False))
+    if outcome.sample:
+        console.print(Panel(Text(outcome.sample), title="a sample of the model", title_align="left", expand=False))
     console.print(files(folder), highlight=False)
 
 
@@ -65,13 +84,13 @@ def quality(scores: Mapping) -> Table:
     table.add_row("the model before training", f"{scores['before_training']:.3f}")
     for name, bits in scores["compressors"].items():
         table.add_row(name, f"{bits:.3f}")
-    table.add_row("[bold]the model after training", f"[bold]{scores['held_out_bits_per_byte']:.3f}")
+    table.add_row("[bold]the model after training", f"[bold]{scores['after_training']:.3f}")
     table.caption = "Compressors start from nothing; the model has read the training text."
     table.caption_justify = "left"
     return table
 
 
-def memory(report) -> Table:
+def memory(report: zs.Report) -> Table:
     """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
     table = _table(f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP")
     rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
@@ -80,18 +99,25 @@ def memory(report) -> Table:
         share = f"{measured / ddp:.0%}" if ddp else ""
         table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])
     for name, nbytes in report.peak.items():
-        table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
+        if nbytes:
+            table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
     return table
 
 
-def communication(report) -> Table:
-    """Bytes that a rank sends in one step, by kind for the whole run and in one step beside theory."""
-    table = _table("Communication of a rank", "sent", "count", "bytes")
-    for kind, traffic in report.communication.items():
-        table.add_row(f"{kind}, whole run", f"{traffic.count:,}", megabytes(traffic.nbytes))
-    table.add_section()
-    table.add_row("one step, measured", "", megabytes(report.measured_nbytes_per_step))
+def communication(report: zs.Report, outcome: Outcome) -> Table:
+    """What a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
+    passes = outcome.options.accumulate
+    table = _table("Communication of a rank", "sent", "collectives", "bytes")
+    for kind, (count, nbytes) in outcome.step_traffic.items():
+        table.add_row(f"one step: {kind}", f"{count:,}", megabytes(nbytes))
+    measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
+    table.add_row("[bold]one step, measured", "", f"[bold]{megabytes(measured)}", end_section=True)
     table.add_row("one step, theory", "", megabytes(report.theory_nbytes_per_step))
+    totals = report.communication.values()
+    table.add_row("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals)))
+    if passes > 1:
+        table.caption = f"Theory is for one backward pass; a step of this run had {passes}."
+        table.caption_justify = "left"
     return table
 
 

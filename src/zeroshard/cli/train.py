@@ -20,13 +20,13 @@ import zeroshard as zs
 from zeroshard.data import Corpus, compressed_bits_per_byte, read_corpus
 from zeroshard.launch import spawn
 
-from . import summary
+from . import report_error, summary
 from .arguments import UsageError
 from .artefacts import RunFolder
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
-from .trainer import Trainer
+from .trainer import StepResult, Trainer
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,13 +49,17 @@ def _join_and_run(options: TrainOptions) -> int:
             run(options, ranks)
         except UsageError as error:  # the same on all ranks (see Ranks.agree): one prints it
             ranks.leave()
-            if ranks.first:
-                raise
-            return 2 if error else 0
+            return report_error(str(error)) if ranks.first else 2
+        except zs.ConfigError as error:  # raised by all ranks alike
+            ranks.leave()
+            return report_error(str(error)) if ranks.first else 2
         ranks.leave()
         return 0
     except UsageError:
         raise
+    except zs.PeerFailed as error:  # the other rank prints its traceback
+        print(f"[rank {os.environ['RANK']}] stopped: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(1)
     except BaseException:
         sys.stdout.flush()
         prefix = f"[rank {os.environ.get('RANK', 0)}] "
@@ -69,7 +73,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = Trainer(options, ranks, corpus)
     summary.opening(console, options, ranks, corpus, trainer.model)
-    before = _train(trainer, folder, console)
+    before, last = _train(trainer, folder, console)
     report = zs.report(trainer.model)
     after = trainer.held_out_loss(overlap=True)
     prompt = options.prompt or ("def " if options.data is None else "\n")
@@ -81,12 +85,13 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     baselines = compressed_bits_per_byte(trainer.held_out)
     folder.write_model(state, {"format": "pt"})
     folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
-    scores = {"held_out_bits_per_byte": after, "before_training": before, "compressors": baselines}
-    folder.write_json("report.json", {**report.to_dict(), **scores})
+    scores = {"before_training": before, "compressors": baselines, "after_training": after}
+    run_facts = {"held_out_bits_per_byte": scores, "last_step": asdict(last), "training_step_traffic": trainer.step_traffic}
+    folder.write_json("report.json", {**report.to_dict(), **run_facts})
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
     folder.close()
-    summary.closing(console, report, scores, text, folder)
+    summary.closing(console, folder, report, summary.Outcome(scores, last, trainer.step_traffic, options, text))
 
 
 def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | None]:
@@ -107,8 +112,8 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | N
     return corpus, folder
 
 
-def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> float:
-    """The run itself; returns bits per byte of the held-out text before it."""
+def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tuple[float, StepResult]:
+    """The run itself; returns bits per byte of the held-out text before it, and the last step."""
     before = trainer.held_out_loss()
     options = trainer.options
     tokens_per_step = options.batch * options.seq
@@ -125,4 +130,4 @@ def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> floa
                 progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
-    return before
+    return before, result

@@ -52,12 +52,23 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.O
     return zs.shard(model, optimizer, stage=options.stage, precision=options.precision, max_grad_norm=clip)
 
 
+def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
+    """Calls and bytes by kind of collective between two readings of `Report.communication`."""
+    found = {}
+    for kind, traffic in after.items():
+        count, nbytes = (before[kind].count, before[kind].nbytes) if kind in before else (0, 0)
+        if traffic.count > count:
+            found[kind] = (traffic.count - count, traffic.nbytes - nbytes)
+    return found
+
+
 class Trainer:
     """One run on one rank: `steps()` trains, `held_out_loss()` and `sample()` look at the model."""
 
     model: nn.Module  # sharded; an ordinary module to everything here
     optimizer: torch.optim.Optimizer
     batches: Batches
+    step_traffic: dict[str, tuple[int, int]]  # kind of collective -> calls and bytes this rank sent in the last step
 
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
@@ -70,11 +81,13 @@ class Trainer:
         """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
         started, step, fraction = time.monotonic(), 0, 0.0
         while fraction < 1.0:
+            before = zs.report(self.model).communication
             self.optimizer.zero_grad()
             lr = self._set_lr(fraction)
             loss = self._accumulate(step)
             self.optimizer.step()
             step += 1
+            self.step_traffic = _difference(zs.report(self.model).communication, before)
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             fraction = step / self.options.steps

@@ -14,7 +14,7 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,13 +28,16 @@ class Region:
     """A flat tensor and the shards of all ranks as far as this rank can read them.
 
     tensor: (world * shard_numel,) or (shard_numel,); shards[r]: (shard_numel,) of rank r, or None where it is
-    out of reach; wholes[r]: the whole tensor of rank r (whole regions that peers can read).
+    out of reach; wholes[r]: the whole tensor of rank r (whole regions that peers can read). common: all ranks see one
+    memory.
     """
 
     tensor: Tensor
     shards: list[Tensor | None] = field(default_factory=list)
     wholes: list[Tensor] = field(default_factory=list)
     common: bool = False
+    number: int = 0  # which of several alike regions this is, and
+    siblings: Callable[[int], Region] | None = None  # the others: peers may be using another one of them
 
 
 class Work:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class SharedComm(Comm):
         self.transport = transport
         self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
         self.stall_timeout_s = stall_timeout_s
-        self.arrived: dict[Hashable, set[int]] = defaultdict(set)  # whose source is ready
+        self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
         self.summed: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
         self._open: dict[Hashable, _Reduction] = {}  # reductions that this rank started and has not summed
         self._payloads: dict[int, deque] = {peer: deque() for peer in range(self.world_size)}
@@ -119,13 +119,18 @@ class SharedComm(Comm):
         key = (tag, self._turn[tag])
         self._turn[tag] += 1
         begin = self.rank * out.numel()
-        parts = [whole[begin : begin + out.numel()] for whole in source.wholes]
-        work = _Reduction(
-            self, key, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-        )
+
+        def compute() -> None:
+            parts = []
+            for peer, number in sorted(self.arrived[key].items()):
+                region = source.siblings(number) if source.siblings is not None else source
+                parts.append(region.wholes[peer][begin : begin + out.numel()])
+            sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+
+        work = _Reduction(self, key, label, compute)
         self._open[key] = work
-        self.arrived[key].add(self.rank)
-        self._tell_all(("ready", key))
+        self.arrived[key][self.rank] = source.number
+        self._tell_all(("ready", key, source.number))
         self.poll()
         return work
 
@@ -187,7 +192,7 @@ class SharedComm(Comm):
             return
         self._notes.pop(peer, None)
         if kind == "ready":
-            self.arrived[message[1]].add(peer)
+            self.arrived[message[1]][peer] = message[2]
         elif kind == "summed":
             self.summed[message[1]].add(peer)
         elif kind == "exchange":
@@ -246,7 +251,7 @@ class SharedComm(Comm):
         self.abort(text)
         raise StallError(text)
 
-    def missing(self, present: set[int]) -> list[int]:
+    def missing(self, present: Collection[int]) -> list[int]:
         """Ranks that are not in `present`."""
         return [peer for peer in range(self.world_size) if peer not in present]
 

@@ -96,6 +96,8 @@ class StagingPool:
             tensor = region.tensor[:nbytes].view(dtype)
             view = self.comm.private(tensor, whole=True)
             view.wholes = [whole[:nbytes].view(dtype) for whole in region.wholes]
+            view.number = number
+            view.siblings = lambda other: self._view(other, numel, dtype)  # ranks choose buffers by themselves
             self._views[key] = view
         return self._views[key]
 
