@@ -43,7 +43,7 @@ PY
 }
 
 pip_install() {
-    "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" || fail "pip install $* failed (its message is above)"
+    "$PYTHON" -m pip install -qq --disable-pip-version-check "$@" || fail "pip install $* failed (its message is above)"
 }
 
 stamp_of() { # of a requirements file: everything that decides what gets installed, and where

@@ -12,6 +12,7 @@ from zeroshard.bench.command import main
 from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
 from zeroshard.bench.race import Outcome
 from zeroshard.bench.worker import Turn
+from zeroshard.cli.arguments import UsageError
 
 TINY = ModelShape(vocab_size=64, seq_len=8, dim=16, layers=2, heads=2)
 
@@ -55,7 +56,8 @@ def test_goals_say_met_missed_and_not_measured():
         outcome("ddp", [[1.0]]),
         outcome("fsdp2", [[0.6]], peak_rss=50 << 20),
     ]
-    host = hostwork.HostWork({"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0})
+    steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
+    host = hostwork.HostWork(steps, optimizers)
     verdicts = {goal.text: goal.verdict for goal in figures.goals(outcomes, host)}
     assert verdicts["stage 3 / DDP, step time"] == "met"
     assert verdicts["stage 3 / FSDP2, step time"] == "missed"
@@ -97,10 +99,19 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
     assert "not installed" in result.skipped and any("not installed" in line for line in lines)
 
 
-def test_bad_arguments_are_named(capsys):
-    with pytest.raises(SystemExit):
-        main(["--only", "fsdp3"])
-    assert "got 'fsdp3'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--only", "fsdp3"], "got 'fsdp3'"),
+        (["--sections", "tpu"], "expected --sections among cpu, host, gpu, got tpu"),
+        (["--rounds", "0"], "expected --rounds"),
+        (["--dim", "10"], "expected --dim divisible by --heads, got 10 and 8"),
+        (["--round", "3"], "unknown option --round; did you mean --rounds"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, text):
+    with pytest.raises(UsageError, match=text):
+        main(arguments)
 
 
 @pytest.mark.processes

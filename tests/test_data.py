@@ -63,7 +63,9 @@ def test_all_world_sizes_read_the_same_global_batch(world_size, accumulate):
     batches = Batches(_text(3000), seq=16, batch=12, seed=3)
     for step in (0, 7, 40):
         parts = [
-            batches.part(step, rank, world_size, micro, accumulate) for rank in range(world_size) for micro in range(accumulate)
+            batches.part(step, rank, world_size, micro, accumulate)
+            for rank in range(world_size)
+            for micro in range(accumulate)
         ]
         inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         expected_inputs, expected_targets = batches.rows(step, 0, 12)
@@ -75,7 +77,7 @@ def test_all_world_sizes_read_the_same_global_batch(world_size, accumulate):
 def test_an_epoch_reads_each_window_once_and_the_next_one_differs():
     batches = Batches(_text(1000), seq=10, batch=11, seed=1)  # 99 windows, 9 steps an epoch
     epochs = [[batches.offsets(step) for step in range(first, first + 9)] for first in (0, 9)]
-    flat = [sum(epoch, []) for epoch in epochs]
+    flat = [[offset for step in epoch for offset in step] for epoch in epochs]
     for offsets in flat:
         assert len(set(offsets)) == batches.windows == 99
         assert len({offset % 10 for offset in offsets}) == 1
@@ -91,7 +93,9 @@ def test_a_batch_that_does_not_divide_is_an_error():
         Batches(_text(100), seq=100, batch=1)
 
 
-@pytest.mark.parametrize(("nbytes", "seq", "stride"), [(100, 10, 10), (101, 10, 5), (97, 10, 1), (7, 10, 5), (11, 10, 5), (12, 10, 5)])
+@pytest.mark.parametrize(
+    ("nbytes", "seq", "stride"), [(100, 10, 10), (101, 10, 5), (97, 10, 1), (7, 10, 5), (11, 10, 5), (12, 10, 5)]
+)
 def test_each_held_out_byte_but_the_first_is_scored_once(nbytes, seq, stride):
     text = torch.arange(nbytes, dtype=torch.uint8)
     windows, scored = held_out_windows(text, seq, stride)

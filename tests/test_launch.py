@@ -1,6 +1,7 @@
 """launch: values and errors come back, a failing or hanging rank ends the others in time, nothing is left behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,13 +10,20 @@ import time
 import psutil
 import pytest
 
+from zeroshard import launch
 from zeroshard.launch import ProcessesFailed, describe_exit, free_port, rank_environment, run_processes, spawn
 
 pytestmark = pytest.mark.processes
 
 
 def _answer(rank, world_size, offset):
-    return rank * 10 + offset, world_size, {name: os.environ[name] for name in rank_environment(0, 1, 1)}
+    import torch
+
+    return (
+        torch.full((1000,), float(rank * 10 + offset)),
+        world_size,
+        {name: os.environ[name] for name in rank_environment(0, 1, 1)},
+    )
 
 
 def _raise_on_one(rank, world_size):
@@ -30,34 +38,31 @@ def _die_on_one(rank, world_size):
     return rank
 
 
-def _hang_with_child(rank, world_size, path):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    with open(f"{path}/{rank}", "w") as file:
-        file.write(str(child.pid))
+def _hang(rank, world_size):
     time.sleep(60)
 
 
-def _return_tensor(rank, world_size):
-    import torch
-
-    return torch.full((1000,), float(rank))
-
-
 def _running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5
+    while any(map(_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_running, pids))
 
 
 def test_values_come_back_in_rank_order_with_the_environment_of_torchrun():
     results = run_processes(_answer, 2, 5)
-    assert [value for value, _, _ in results] == [5, 15]
+    assert [tensor.mean().item() for tensor, _, _ in results] == [5.0, 15.0]  # they outlive their processes
     for rank, (_, world_size, environment) in enumerate(results):
         assert world_size == 2
         assert environment == rank_environment(rank, 2, int(results[0][2]["MASTER_PORT"]))
     assert "RANK" not in os.environ
-
-
-def test_a_tensor_outlives_the_process_that_made_it():
-    assert [tensor.sum().item() for tensor in run_processes(_return_tensor, 2)] == [0.0, 1000.0]
 
 
 def test_an_error_ends_the_others_and_brings_its_traceback():
@@ -71,20 +76,18 @@ def test_an_error_ends_the_others_and_brings_its_traceback():
 
 
 def test_a_killed_rank_is_reported_as_such():
-    results = run_processes(_die_on_one, 2, check=False, grace_s=10)
-    assert (results[0].value, results[0].ok) == (0, True)
-    assert (results[1].value, results[1].error, results[1].exitcode) == (None, None, -signal.SIGKILL)
-    with pytest.raises(ProcessesFailed, match="died without an answer: killed by SIGKILL"):
-        run_processes(_die_on_one, 2, grace_s=0.1)
+    with pytest.raises(ProcessesFailed, match="died without an answer: killed by SIGKILL") as caught:
+        run_processes(_die_on_one, 2, grace_s=20)
+    first, second = caught.value.results
+    assert (first.value, first.ok) == (0, True)
+    assert (second.value, second.error, second.exitcode) == (None, None, -signal.SIGKILL)
 
 
-def test_a_hanging_rank_ends_at_the_limit_with_what_it_started(tmp_path):
+def test_a_hanging_rank_ends_at_the_limit():
     started = time.monotonic()
-    with pytest.raises(ProcessesFailed, match="within 10 s"):
-        run_processes(_hang_with_child, 1, str(tmp_path), timeout_s=10)
+    (result,) = run_processes(_hang, 1, timeout_s=3, check=False)
     assert time.monotonic() - started < 20
-    time.sleep(0.2)
-    assert not _running(int((tmp_path / "0").read_text()))
+    assert (result.value, result.error, result.exitcode) == (None, None, -signal.SIGKILL)
 
 
 def _stand_in(monkeypatch, tmp_path, code: str) -> None:
@@ -114,38 +117,37 @@ def test_spawn_reports_a_killed_rank(monkeypatch, capfd, tmp_path):
     assert "rank 0 failed: killed by SIGKILL" in capfd.readouterr().err
 
 
-
-def test_spawn_ends_at_the_limit(monkeypatch, capfd, tmp_path):
-    _stand_in(monkeypatch, tmp_path, "time.sleep(60)")
+def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd, tmp_path):
+    child = "import subprocess; child = subprocess.Popen(['sleep', '60'])"
+    note = f"open('{tmp_path}/' + os.environ['RANK'], 'w').write(str(child.pid))"
+    _stand_in(monkeypatch, tmp_path, f"{child}\n{note}\ntime.sleep(60)")
     started = time.monotonic()
-    assert spawn(["train"], 2, timeout_s=0.5) == 124
-    assert time.monotonic() - started < 6
+    assert spawn(["train"], 2, timeout_s=3) == 124
+    assert time.monotonic() - started < 12
     assert "time limit" in capfd.readouterr().err
+    _wait_until_gone([int((tmp_path / name).read_text()) for name in "01"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    script = tmp_path / "launcher.py"
-    script.write_text(
+    shutil.copy(launch.__file__, tmp_path / "launch_alone.py")  # needs no torch, so these processes start at once
+    (tmp_path / "main.py").write_text(
         "import os, sys, time\n"
-        "from zeroshard.launch import run_processes\n"
+        "from launch_alone import run_processes\n"
         "def work(rank, world_size, path):\n"
-        "    open(f'{path}/{rank}.pid', 'w').write(str(os.getpid()))\n"
+        "    open(f'{path}/{rank}', 'w').write(str(os.getpid()))\n"
         "    time.sleep(60)\n"
         "if __name__ == '__main__':\n"
         "    run_processes(work, 2, sys.argv[1])\n"
     )
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)])
-    files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+    launcher = subprocess.Popen([sys.executable, str(tmp_path / "main.py"), str(tmp_path)])
+    files = [tmp_path / "0", tmp_path / "1"]
     deadline = time.monotonic() + 30
     while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [int(file.read_text()) for file in files]
     launcher.kill()
     launcher.wait()
-    while any(map(_running, pids)) and time.monotonic() < deadline + 5:
-        time.sleep(0.05)
-    assert not any(map(_running, pids))
+    _wait_until_gone([int(file.read_text()) for file in files])
 
 
 def test_words_for_exit_codes():

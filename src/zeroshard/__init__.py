@@ -6,12 +6,12 @@
 
 from .api import (
     accumulate,
+    backward,
     clip_grad_norm_,
     close,
     full_gradients,
     full_optimizer_state,
     full_state_dict,
-    gathered,
     shard,
 )
 from .birth import init
@@ -31,11 +31,12 @@ from .errors import (
 )
 from .optim.record import StepRecord
 from .report import Report, report
+from .whole import gathered
 
 __all__ = [
     "CollectiveMismatch", "Config", "ConfigError", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError",
     "PeerFailed", "Report", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord", "ZeroshardError",
-    "accumulate", "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
+    "accumulate", "backward", "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
     "init", "report", "shard",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,17 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from . import birth, hooks, weights as streaming
-from .build import Builder, agree_on_values, check_same_model, optimizer_groups, write_value
+from .build import Builder, agree_on_values, carry_hooks, check_same_model, optimizer_groups
 from .comm import world
 from .comm.base import Comm
-from .config import Config, Placement
-from .errors import ConfigError, ShardedWriteError, ZeroshardError
+from .config import Config
+from .errors import ConfigError, ZeroshardError
+from .memory.host import keep_freed_memory
 from .memory.ledger import MASTERS, Ledger
 from .optim.sharded import OptimizerCore, ShardedOptimizer, check_parameters, shard_optimizer
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
 from .sharded import ReplicatedParameter, ShardedTensor
-from .unit import ParamGroup, ParamHome, ParamSpec, Phase, Unit
+from .unit import ParamGroup, ParamSpec, Phase
 
 
 def shard(
@@ -66,6 +66,8 @@ def shard(
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
+    if config.keep_host_memory and device.type == "cpu":
+        keep_freed_memory()
     runtime = _build(model, optimizer, config, group, specs)
     undefined = birth.materialise_buffers(model, device)
     if weights is not None:
@@ -124,6 +126,7 @@ def _build(
 ) -> Runtime:
     ledger = Ledger()
     builder = Builder(config, comm, ledger, optimizer_groups(optimizer), comm.new_serial())
+    comm.fence_write(synchronised=True)  # fresh memory, also where other models are at rest: peers wait for our values
     units = builder.build(partition(model, config, specs))
     assert builder.pool is not None
     comm.fence_read()
@@ -202,6 +205,7 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     try:
         torch.utils.swap_tensors(param, compute)
         param.__dict__.update(attributes)
+        carry_hooks(compute, param)
     except RuntimeError:
         for owner, attribute in spec.owners:
             owner._parameters[attribute] = compute
@@ -221,113 +225,20 @@ def accumulate(model: nn.Module) -> Iterator[None]:
         runtime.sync = previous
 
 
-@contextlib.contextmanager
-def gathered(module: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
-    """The whole module as ordinary tensors (collective), on every rank.
-
-    write=True: what is written inside is kept; every rank must write the same values, else ShardedWriteError names
-    parameter and ranks. Without it, a write raises on exit and is undone. Stages with replicated parameters included.
-    """
-    wanted = {id(param) for param in module.parameters()}
-    runtimes = {id(home.group.runtime): home.group.runtime for home in map(_home_of, module.parameters()) if home}
-    if not runtimes:
-        raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
-    units = [
-        unit
-        for runtime in runtimes.values()
-        for unit in runtime.units
-        if any(id(param) in wanted for group in unit.groups for param in group.params)
-    ]
-    views = [_Gathered(unit) for unit in units]
-    for view in views:
-        view.open()
-    try:
-        yield module
-    finally:
-        for view in views:
-            view.close(write)
-
-
-def _home_of(param: nn.Parameter) -> ParamHome | None:
-    home = getattr(param, "_home", None)
-    return home if isinstance(home, ParamHome) else None
-
-
-class _Gathered:
-    """One unit inside `zs.gathered`: whole copies in the modules, checked and written back on exit."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.copies: list[tuple[ParamGroup, int, nn.Parameter]] = []
-
-    def open(self) -> None:
-        self.unit.swap_out()
-        self.unit.ready()
-        for group in self.unit.groups:
-            for index, spec in enumerate(group.specs):
-                whole = group.values.views[index].detach().clone()
-                copy = nn.Parameter(whole, requires_grad=spec.requires_grad) if whole.is_floating_point() else (
-                    nn.Parameter(whole, requires_grad=False)
-                )  # fmt: skip
-                self.copies.append((group, index, copy))
-                for owner, attribute in spec.owners:
-                    owner._parameters[attribute] = copy
-        self.unit.release()
-        self.unit.pinned = True
-
-    def close(self, write: bool) -> None:
-        self.unit.pinned = False
-        for group, index, _ in self.copies:
-            for owner, attribute in group.specs[index].owners:
-                owner._parameters[attribute] = group.params[index]
-        if write:
-            self._write_back()
-        else:
-            self._check_unwritten()
-
-    def _write_back(self) -> None:
-        comm = self.unit.groups[0].comm
-        sums = [zlib.crc32(memoryview(_raw(copy))) for _, _, copy in self.copies]
-        everyone = comm.exchange(b"".join(s.to_bytes(4, "little") for s in sums), f"written in {self.unit.name}")
-        for position, (group, index, _) in enumerate(self.copies):
-            given = [part[4 * position : 4 * position + 4] for part in everyone]
-            if len(set(given)) > 1:
-                ranks = [r for r, value in enumerate(given) if value != given[0]]
-                raise ShardedWriteError(
-                    f"{group.specs[index].name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("
-                    "write=True). Write the same on every rank (same seed), or broadcast first. Nothing was kept."
-                )
-        comm.fence_write()
-        for group, index, copy in self.copies:
-            write_value(group, index, copy)
-        comm.fence_read()
-
-    def _check_unwritten(self) -> None:
-        comm = self.unit.groups[0].comm
-        mine = [
-            group.specs[index].name
-            for group, index, copy in self.copies
-            if not _same(copy.detach().reshape(-1)[group.homes[index].start : group.homes[index].stop], group.local(index))
-        ]
-        everyone = comm.exchange(",".join(mine).encode(), f"read in {self.unit.name}")
-        changed = {f"{name} (seen by rank {rank})" for rank, part in enumerate(everyone) for name in part.decode().split(",") if name}
-        if changed:
-            raise ShardedWriteError(
-                f"written inside zs.gathered() without write=True: {', '.join(sorted(changed))}. The change was dropped; "
-                "use zs.gathered(module, write=True)."
-            )
-
-
-def _same(left: Tensor, right: Tensor) -> bool:
-    return left.numel() == 0 or bytes(_raw(left)) == bytes(_raw(right))
-
-
-def _raw(tensor: Tensor) -> Any:
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy() if flat.numel() else b""
-
-
 # -- gradients, states and values by name ------------------------------------------------------------------------
+
+
+def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
+    """loss.backward() as part of a weighted mean over the global batch, e.g. weight = number of target tokens.
+
+    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all such backwards since zero_grad, so
+    that every token counts the same, however tokens fall on ranks and micro-batches. Do not mix with plain backward().
+    """
+    runtime = runtime_of(model)
+    if not weight >= 0:
+        raise ConfigError(f"weight: expected a number of at least 0, got {weight!r}.")
+    (loss * weight).backward()
+    runtime.weight += float(weight)
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

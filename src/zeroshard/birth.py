@@ -91,15 +91,25 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
     return names
 
 
+def _children_first(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of every module once, each after its children."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, child in module.named_children():
+        yield from _children_first(child, f"{prefix}.{name}" if prefix else name, seen)
+    yield prefix, module
+
+
 def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[str]) -> None:
     """Initialise a model that was built on the meta device, in the order in which its constructor would have.
 
-    Every module with `reset_parameters` is reset in the order of construction; then a model with `_init_weights`
+    Every module with `reset_parameters` is reset, children before parents, as constructors do it; then a model with `_init_weights`
     has it applied to every module, as constructors commonly do last. Raises ShardedAccessError for parameters and
     buffers that nothing initialises.
     """
     covered: set[str] = set()
-    for prefix, module in model.named_modules():
+    for prefix, module in _children_first(model, "", set()):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
             continue

@@ -163,6 +163,11 @@ class GradientBuffer:
         """True when local sums are held back by zs.accumulate."""
         return any(self._held)
 
+    @property
+    def carries(self) -> bool:
+        """True when the reduced shard lies aside, until `finish` moves it into the resting buffer."""
+        return self._carry is not None
+
     def _begin_resting(self) -> None:
         """The resting buffer is about to take local sums: save the reduced shard that lies in it."""
         if self._work is not None:
@@ -246,6 +251,10 @@ class GradientBuffer:
     def drop(self) -> None:
         """Forget all gradients (zero_grad)."""
         self.reduced = False
+        self.drop_held()
+
+    def drop_held(self) -> None:
+        """Forget local sums that were held back."""
         self._release_hold()
         self._release_carry()
 

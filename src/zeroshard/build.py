@@ -190,6 +190,7 @@ class Builder:
         else:
             old.data = view
             compute = old
+        carry_hooks(original, compute)
         param = self.replaced.get(id(original), original)
         param.__dict__.update({k: v for k, v in attributes.items() if k not in param.__dict__})
         param._compute = compute  # type: ignore[attr-defined]
@@ -213,6 +214,14 @@ class Builder:
             if not isinstance(original, ShardedTensor) and not original.is_meta:
                 original.data = original.data.new_empty(0)
             return None
+
+
+def carry_hooks(source: Tensor, target: Tensor) -> None:
+    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, table)
+        if hooks and getattr(target, table) is not hooks:
+            setattr(target, table, hooks)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ class Config:
     min_unit_numel:   neighbouring units are merged until they have this many elements.
     max_grad_norm:    clip the global norm to this before each step.
     overlap:          run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes:  at most so many bytes are gathered ahead of use.
+    prefetch_nbytes:  at most so many bytes are gathered ahead of use (one unit always is).
     gradient_dtype:   dtype in which reduced gradients rest and accumulate.
     reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are fp32 always.
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
@@ -71,6 +71,7 @@ class Config:
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
+    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host.py).
     stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing.
     """
 
@@ -81,7 +82,7 @@ class Config:
     min_unit_numel: int = 0
     max_grad_norm: float | None = None
     overlap: bool = True
-    prefetch_nbytes: int = 512 << 20
+    prefetch_nbytes: int = 64 << 20
     gradient_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype | None = None
     master_weights: bool = True
@@ -91,6 +92,7 @@ class Config:
     loss_scale_window: int = 2000
     max_skipped_steps: int = 50
     map_shared: bool = True
+    keep_host_memory: bool = True
     stall_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -105,7 +107,7 @@ class Config:
             value = getattr(self, name)
             if value is not None and (isinstance(value, (str, bool)) or not value >= 0):
                 raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
-        for name in ("overlap", "master_weights", "map_shared"):
+        for name in ("overlap", "master_weights", "map_shared", "keep_host_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")
         for name in ("gradient_dtype", "reduce_dtype"):

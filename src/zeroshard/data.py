@@ -31,7 +31,9 @@ SEPARATOR = b"\0"
 MAX_CORPUS_NBYTES = 2**30
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 # Of the standard library: tests repeat themselves, encodings and pydoc_data are tables.
-SKIPPED_IN_STDLIB = frozenset({"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"})
+SKIPPED_IN_STDLIB = frozenset(
+    {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"}
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ def read_corpus(folder: str | Path | None = None, *, held_out_nbytes: int = 2**1
         raise ValueError(f"data: expected a folder or a file with text, got {str(root)!r}, which does not exist")
     documents = dict(_read_documents(root, stdlib=folder is None))
     if not documents:
-        raise ValueError(f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)")
+        raise ValueError(
+            f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)"
+        )
     name = "Python standard library" if folder is None else root.name or str(root)
     if len(documents) == 1:
         return _split_tail(name, *next(iter(documents.items())), held_out_nbytes)
@@ -81,7 +85,9 @@ def _read_documents(root: Path, stdlib: bool) -> Iterator[tuple[str, bytes]]:
             continue
         total_nbytes += len(content)
         if total_nbytes > MAX_CORPUS_NBYTES:
-            raise ValueError(f"data: expected at most {MAX_CORPUS_NBYTES} bytes of text below {str(root)!r}; choose a smaller folder")
+            raise ValueError(
+                f"data: expected at most {MAX_CORPUS_NBYTES} bytes of text below {str(root)!r}; choose a smaller folder"
+            )
         yield (path.name if path == root else path.relative_to(root).as_posix()), content
 
 
@@ -133,8 +139,8 @@ class Batches:
     def __post_init__(self) -> None:
         if self.text.numel() < 2 * self.seq + 1:
             raise ValueError(
-                f"data: expected at least 2 * seq + 1 = {2 * self.seq + 1} bytes of training text, got {self.text.numel()}; "
-                "give more text or a smaller seq"
+                f"data: expected at least 2 * seq + 1 = {2 * self.seq + 1} bytes of training text, "
+                f"got {self.text.numel()}; give more text or a smaller seq"
             )
 
     @property

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,11 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
             return 128 + received[0]
         if deadline is not None and time.monotonic() > deadline:
             running = [rank for rank, code in enumerate(codes) if code is None]
-            print(f"zeroshard: time limit reached; ranks {running} still ran and were stopped", file=sys.stderr, flush=True)
+            print(
+                f"zeroshard: time limit reached; ranks {running} still ran and were stopped",
+                file=sys.stderr,
+                flush=True,
+            )
             return TIMEOUT_EXIT_CODE
         time.sleep(0.05)
 
@@ -157,10 +162,8 @@ def _end(children: list[subprocess.Popen]) -> None:
 
 
 def _signal_group(child: subprocess.Popen, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
         os.killpg(child.pid, number)
-    except (ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
-        pass
 
 
 # -------------------------------------------------------------------------------------------------- functions
@@ -189,7 +192,12 @@ class ProcessesFailed(RuntimeError):
 
 
 def run_processes(
-    fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0, grace_s: float = GRACE_S, check: bool = True
+    fn: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float = GRACE_S,
+    check: bool = True,
 ) -> list[Any]:
     """Call `fn(rank, world_size, *args)` in `ranks` fresh processes and return their values in the order of ranks.
 
@@ -272,10 +280,8 @@ def _kill(workers: list) -> None:
             worker.kill()
     for worker in workers:
         worker.join()
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, signal.SIGKILL)  # what it may have started
-        except (ProcessLookupError, PermissionError):
-            pass
 
 
 def _failure_message(results: list[ProcessResult], order: list[int], timeout_s: float | None) -> str:

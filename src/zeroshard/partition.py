@@ -119,7 +119,7 @@ def _blocks(model: nn.Module, config: Config) -> list[tuple[str, nn.Module]]:
     if units == "model":
         return []
     if units == "leaf":
-        return [(name, module) for name, module in named if any(p is not None for p in module._parameters.values())]
+        return [(n, m) for n, m in named if any(p is not None for p in m._parameters.values()) and _is_called(m)]
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
@@ -209,6 +209,11 @@ def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
+def _is_called(module: nn.Module) -> bool:
+    """False for the leaf inside nn.MultiheadAttention: its parameters are read by the parent."""
+    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for module in modules}.values())
 
@@ -221,8 +226,7 @@ def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
     parts: dict[int, UnitPlan] = {}
     for spec in unit.specs:
         owners = _unique(owner for owner, _ in spec.owners)
-        # a leaf inside nn.MultiheadAttention is never called: its parameters are read by the parent
-        if len(owners) == 1 and _is_leaf(owners[0]) and type(owners[0]).__name__ != "NonDynamicallyQuantizableLinear":
+        if len(owners) == 1 and _is_leaf(owners[0]) and _is_called(owners[0]):
             part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
             part.specs.append(spec)
         else:

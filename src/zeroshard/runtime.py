@@ -21,13 +21,16 @@ from torch.autograd import Variable
 
 from .comm.base import Comm
 from .config import Config
-from .errors import ModelClosed, ZeroshardError
+from .errors import ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .precision import LossScaler, cast_floating, find_tensors, map_tensors
 from .schedule import Schedule, Visit
 from .sharded import clear_local_grad, local_grad
-from .unit import ParamGroup, Unit
+from .unit import ParamGroup, Phase, Unit
+
+
+_LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
 
 
 def _in_backward() -> bool:
@@ -66,6 +69,7 @@ class Runtime:
         self.sync = True  # False inside zs.accumulate
         self.closed = False
         self.backwards = 0  # reduced backwards since the last zero_grad
+        self.weight = 0.0  # of this rank's weighted backwards since the last zero_grad (zs.backward)
         self.steps = 0
         self.scaler: LossScaler | None = None
         if config.precision == "fp16":
@@ -74,6 +78,7 @@ class Runtime:
             self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
         self.messages: list[str] = []
         self._active = False  # inside a backward
+        self._training = False  # inside a forward that was entered with gradients
         self._scaled = False  # the loss scale was applied in this backward
         self._touched: set[int] = set()  # parameters that got a gradient since the last reduction
         self._reduced: set[int] = set()  # units whose reduction this backward started
@@ -84,6 +89,12 @@ class Runtime:
         self.handles: list[Any] = []  # hooks, for close
         self.compiled: list[tuple[nn.Module, Any]] = []
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ShardedAccessError(
+            f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
+            "zs.full_state_dict(model)."
+        )
+
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -93,6 +104,7 @@ class Runtime:
         if self._active and not _in_backward():
             self._abandon()
         if not self._active:
+            self._training = torch.is_grad_enabled()
             self._release_kept()
             for unit in self.units:
                 unit.check_unchanged()
@@ -104,6 +116,7 @@ class Runtime:
 
     def root_exit(self, output: Any) -> Any:
         """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled."""
+        self._training = False
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
         if self.scaler is None or output is None:
@@ -133,16 +146,19 @@ class Runtime:
         unit.depth -= 1
         if unit.depth > 0 or unit.pinned:
             return
-        training = torch.is_grad_enabled()
-        if training and output is not None:
+        if torch.is_grad_enabled() and output is not None:
             self._watch(unit, output)
             if self._active and unit.sharded:
                 unit.in_backward = True  # recomputation: the unit's backward follows at once
         if unit.in_backward or not unit.sharded:
             return
         unit.swap_out()
-        if not self.schedule.repeats(Visit(unit.number, False), training):
+        if not self.schedule.repeats(Visit(unit.number, False), self._in_training()):
             self._release(unit)
+
+    def _in_training(self) -> bool:
+        """Which record a visit belongs to: reentrant checkpointing runs parts of a training step without gradients."""
+        return torch.is_grad_enabled() or self._training or self._active
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Units with frozen parameters: find out when their backward is over by marking the inputs."""
@@ -162,7 +178,7 @@ class Runtime:
         """Make the unit usable now, and start the gathers of what comes next."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close().")
-        training = torch.is_grad_enabled() or backward or self._active
+        training = backward or self._in_training()
         message = self.schedule.visit(Visit(unit.number, backward), training)
         if message is not None:
             self.messages.append(message)
@@ -174,16 +190,14 @@ class Runtime:
     def _prefetch(self, training: bool) -> None:
         """Gather ahead: at least the next unit, further ones within the byte budget."""
         budget, ahead = self.config.prefetch_nbytes, 0
-        for visit in self.schedule.upcoming(training):
+        for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]:
             unit = self.units[visit.unit]
-            if unit.phase.value == "ready":
+            if unit.phase is Phase.READY:
                 continue  # still in use; its later visit gathers it again
+            if ahead and ahead + unit.gathered_nbytes > budget:
+                return
             ahead += unit.gathered_nbytes
-            if ahead > budget and ahead > unit.gathered_nbytes:
-                return
             unit.gather()
-            if ahead > budget:
-                return
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Let the first gradient that reaches an output of the unit gather it again."""
@@ -243,12 +257,13 @@ class Runtime:
         if grad is None:
             return
         clear_local_grad(param)
-        if grad.requires_grad:
-            grad = grad.detach()  # create_graph=True
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         assert group.grads is not None
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                group.grads.add(index, grad.detach(), self.sync)
+        else:
             group.grads.add(index, grad, self.sync)
         self._touched.add(group.specs[index].number)
         unit.arrived += 1
@@ -355,11 +370,14 @@ class Runtime:
         self._agreed = True
 
     def _finish_reductions(self) -> None:
-        for number in self._reduced:
-            for group in self.units[number].trainable:
-                group.grads.finish()
-        replicated = [g.grads for n in sorted(self._reduced) for g in self.units[n].trainable if g.grads.replicated]
+        reduced = [group.grads for number in sorted(self._reduced) for group in self.units[number].trainable]
+        replicated = [grads for grads in reduced if grads.replicated]
+        carried = any(grads.carries for grads in replicated)
+        for grads in reduced:
+            grads.finish()
         if replicated:
+            if carried:
+                self.comm.exchange(b"", "gradients in place")  # `finish` has moved them where peers will read
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
@@ -401,7 +419,7 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
-        self.backwards = 0
+        self.backwards, self.weight = 0, 0.0
         self._touched = set()
         for group in self.groups:
             if group.grads is not None:

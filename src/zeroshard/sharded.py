@@ -5,6 +5,7 @@ state dicts, `numel()` and initialisation code work as on one process. What an o
 
     in-place initialisation   acts on the logical tensor: random draws consume the generator like one process does
     elementwise               local, if all operands are cut alike (whole tensors are sliced)
+    any(), all()              every rank's answer counts (collective)
     anything else             raises, naming the parameter and the remedy; never a no-op, never a crash
 
 `full_tensor()` gathers (collective). Freed memory is never reachable from here.
@@ -93,6 +94,12 @@ class ShardedTensor(torch.Tensor):
             "zs.full_state_dict(model) or zs.save."
         )
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: this rank has a slice only."""
+        raise ShardedAccessError(f"{self._home.name}: this rank holds a slice; call full_tensor() (collective) first.")
+
+    tolist = numpy
+
     def to_local(self) -> Tensor:
         """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor."""
         return self._local
@@ -148,6 +155,11 @@ class ReplicatedParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         self._home.set_gradient(value)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """An ordinary parameter: the copy belongs to no sharded model."""
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo.setdefault(id(self), copy)
 
 
 def local_grad(param: Tensor) -> Tensor | None:
@@ -318,18 +330,26 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
     lead = next(iter(_sharded_in((args, kwargs))))
     if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):
         raise _refusal(func, args, kwargs)
-    writes = _writes_first(func)
-    if writes and not isinstance(args[0], ShardedTensor):
+    target = args[0] if _writes_first(func) else kwargs.get("out")
+    if target is not None and not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
-    if writes:
-        _begin_write(args[0])
+    if target is not None:
+        _begin_write(target)
     local = func(
         *(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()}
     )
-    if writes:
-        _end_write(args[0])
-        return args[0]
+    if target is not None:
+        _end_write(target)
+        return target
+    if not isinstance(local, Tensor):
+        raise _refusal(func, args, kwargs)
     return ShardedTensor(local, tuple(lead.shape), lead._home)
+
+
+def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """p.isnan().any(), and the rejection loop of nn.init.trunc_normal_: every rank's answer counts (collective)."""
+    (tensor,) = args
+    return func(tensor._home.gather_local(func(tensor._local).view(1)))
 
 
 def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -363,6 +383,8 @@ _HANDLERS: dict[Any, Callable] = {
     aten.ones_like.default: _copy_of,
     aten.full_like.default: _copy_of,
     aten.copy_.default: _copy_,
+    aten.any.default: _any_or_all,
+    aten.all.default: _any_or_all,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.zero_.default: _elementwise,

@@ -238,7 +238,7 @@ class Unit:
 
     def check_unchanged(self) -> None:
         """Replicated units: raise ModelChanged where a parameter was replaced or its requires_grad toggled."""
-        if self.sharded:
+        if self.sharded or self.pinned:
             return
         for parameters, attribute, params, _, i in self._places:
             param = params[i]

@@ -61,6 +61,9 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
         with open(file, "rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
+        ends = [8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        if file.stat().st_size < max(ends, default=0):
+            raise OSError(f"{file}: expected {max(ends)} bytes, got {file.stat().st_size}: truncated file")
         for name, entry in header.items():
             if name == "__metadata__":
                 continue

@@ -2,7 +2,7 @@
 
 import sys
 
-from zeroshard.bench import main
+from zeroshard.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import time
 from pathlib import Path
 
 from zeroshard.bench.plan import CONTENDERS, PRECISIONS, Contender, ModelShape, Rounds, Workload, select
+from zeroshard.cli.arguments import Parser, UsageError
 
 TABLE_COLUMNS = 110
+ROUNDS, QUICK_ROUNDS = 6, 3
 SECTIONS = ("cpu", "host", "gpu")
 
 # One GPU: some 320M parameters, so that model states (16 bytes a parameter) outweigh activations.
@@ -27,45 +30,46 @@ GPU_CONTENDERS = tuple(Contender(kind, stage, "bf16") for kind, stage in (("loca
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, print, write; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
+    arguments = _parser().parse(sys.argv[1:] if argv is None else argv)
     try:
         workload, rounds, contenders = _plan(arguments)
     except ValueError as error:
-        _parser().error(str(error))
+        raise UsageError(f"{error}; see zeroshard bench --help") from None
     try:
         import matplotlib  # noqa: F401
         from rich.console import Console
-    except ImportError as error:
-        _parser().error(f"{error.name} is missing; install the extra: pip install 'zeroshard[bench]'")
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"bench: expected the library {error.name!r}; install it with: pip install 'zeroshard[bench]'"
+        ) from None
     console = Console()
     if not console.is_terminal:  # a log file: do not fold tables at 80 columns
         console = Console(width=TABLE_COLUMNS)
     return _run(arguments, workload, rounds, contenders, console)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="zeroshard bench",
         description="Measure zeroshard beside its peers, interleaved in one run.",
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}",
     )
-    add = parser.add_argument
+    add, unset = parser.add_argument, argparse.SUPPRESS
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
-    add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas")
-    add("--precision", type=_names, default=PRECISIONS, metavar="LIST", help="fp32,bf16 (default: both)")
-    add("--sections", type=_names, default=SECTIONS, metavar="LIST", help="of cpu,host,gpu (default: all)")
-    add("--rounds", type=int, help="rounds (default 6; 3 with --quick)")
-    add("--steps", type=int, default=2, help="steps of a turn (default %(default)s)")
-    add("--warmup", type=int, default=3, help="steps before measuring (default %(default)s)")
-    add("--ranks", type=int, default=2, help="processes of each contender (default %(default)s)")
-    add("--sequences", type=int, default=2, help="sequences per rank and step (default %(default)s)")
+    add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
+    add("--precision", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
+    add("--sections", type=_names, default=",".join(SECTIONS), metavar="LIST", help="what to measure")
+    add("--rounds", type=int, default=unset, help=f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick)")
+    add("--steps", type=int, default=2, help="steps of a turn")
+    add("--warmup", type=int, default=3, help="steps before measuring")
+    add("--ranks", type=int, default=2, help="processes of each contender")
+    add("--sequences", type=int, default=2, help="sequences per rank and step")
     for field in dataclasses.fields(ModelShape):
-        flag = "--" + field.name.replace("_", "-")
-        add(flag, type=int, default=field.default, help="of the model (default %(default)s)")
-    add("--seed", type=int, default=1234, help="of weights and batches (default %(default)s)")
+        add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
+    add("--seed", type=int, default=1234, help="of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--out", type=Path, help="directory of the results (default runs/bench-<time>)")
+    add("--out", type=Path, default=unset, help="folder of the results (default: runs/bench-<time>)")
     return parser
 
 
@@ -82,9 +86,10 @@ def _plan(arguments: argparse.Namespace) -> tuple[Workload, Rounds, list[Contend
         seed=arguments.seed,
         pin_cores=arguments.pin_cores,
     )
-    count = arguments.rounds if arguments.rounds is not None else 3 if arguments.quick else 6
+    count = getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS)
     rounds = Rounds(warmup=arguments.warmup, rounds=count, steps=arguments.steps)
-    for given, known, flag in ((arguments.precision, PRECISIONS, "--precision"), (arguments.sections, SECTIONS, "--sections")):
+    lists = ((arguments.precision, PRECISIONS, "--precision"), (arguments.sections, SECTIONS, "--sections"))
+    for given, known, flag in lists:
         if unknown := set(given) - set(known):
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     return workload, rounds, select(arguments.only, arguments.precision, arguments.quick)
@@ -94,7 +99,7 @@ def _run(arguments, workload: Workload, rounds: Rounds, contenders: list[Contend
     from zeroshard.bench import hostwork, plot, report
     from zeroshard.bench.race import race
 
-    out: Path = arguments.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    out: Path = getattr(arguments, "out", Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
     out.mkdir(parents=True, exist_ok=True)
     say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
     outcomes, host = [], None

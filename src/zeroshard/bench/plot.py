@@ -7,7 +7,14 @@ from pathlib import Path
 from zeroshard.bench import figures
 from zeroshard.bench.race import Outcome
 
-COLOURS = {"zs": "#1b7f79", "ddp": "#8d99ae", "ddp+zero": "#8d99ae", "fsdp2": "#d98324", "ds": "#a44a3f", "local": "#cccccc"}
+COLOURS = {
+    "zs": "#1b7f79",
+    "ddp": "#8d99ae",
+    "ddp+zero": "#8d99ae",
+    "fsdp2": "#d98324",
+    "ds": "#a44a3f",
+    "local": "#cccccc",
+}
 MIB = 2**20
 
 

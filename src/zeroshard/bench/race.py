@@ -30,6 +30,7 @@ class Outcome:
     """What was measured of one contender; `skipped` says why there is nothing, `failed` why it stopped."""
 
     contender: Contender
+    trains_together: bool = True  # False where ranks do not exchange, so that losses are their own
     skipped: str | None = None
     failed: str | None = None
     settings: dict[str, object] = field(default_factory=dict)
@@ -55,7 +56,10 @@ class Outcome:
 
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
     """Run all contenders; always returns one outcome each, and ends all processes."""
-    outcomes = [Outcome(c, skipped=missing_reason(c)) for c in contenders]
+    outcomes = [
+        Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c))
+        for c in contenders
+    ]
     teams: dict[str, Team] = {}
     try:
         for outcome in outcomes:

@@ -116,18 +116,19 @@ def _ratios(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, float | None
 
 
 def _print_losses(outcomes: list[Outcome], console: Console) -> None:
-    agree, reference = figures.losses_agree(outcomes), figures.loss_reference(outcomes)
+    agree = figures.losses_agree(outcomes)
+    for outcome in outcomes:
+        difference = figures.loss_difference(outcome, outcomes)
+        if difference is not None and difference > figures.LOSS_TOLERANCE[outcome.contender.precision]:
+            reference = figures.loss_reference(outcome, outcomes)
+            text = f"losses of {outcome.contender.label} differ from {reference.contender.label}'s by {difference:.1e}"
+            console.print(text, style="bold red")
     if agree is None:
         console.print("losses: fewer than two contenders, nothing to compare")
-        return
-    for outcome in outcomes:
-        difference = figures.loss_difference(outcome, reference)
-        tolerance = figures.LOSS_TOLERANCE[outcome.contender.precision]
-        if outcome.contender.kind != "local" and difference is not None and difference > tolerance:
-            text = f"losses of {outcome.contender.label} differ from {reference.contender.label} by {difference:.1e}"
-            console.print(text, style="bold red")
-    if agree:
-        console.print(f"losses: all contenders agree over {len(reference.losses)} steps", style="green")
+    elif agree:
+        worst = max(d for o in outcomes if (d := figures.loss_difference(o, outcomes)) is not None)
+        steps = min(len(o.losses) for o in outcomes if o.ran)
+        console.print(f"losses: all contenders agree over {steps} steps (to {worst:.0e})", style="green")
 
 
 def _print_host(host: HostWork, console: Console) -> None:
@@ -192,7 +193,7 @@ def _entry(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, object]:
     if outcome.ran and outcome.rounds_step_s:
         entry["step_s"] = dataclasses.asdict(figures.step_spread(outcome))
         entry["step_time_ratio"] = _ratios(outcome, outcomes)
-        entry["loss_difference"] = figures.loss_difference(outcome, figures.loss_reference(outcomes))
+        entry["loss_difference"] = figures.loss_difference(outcome, outcomes)
     return entry
 
 

@@ -49,4 +49,6 @@ def _command(name: str) -> Callable[[list[str]], int]:
     except ModuleNotFoundError as error:
         if error.name not in CLI_LIBRARIES:
             raise
-        raise UsageError(f"{name}: expected the library {error.name!r}; install it with: pip install 'zeroshard[cli]'") from None
+        raise UsageError(
+            f"{name}: expected the library {error.name!r}; install it with: pip install 'zeroshard[cli]'"
+        ) from None

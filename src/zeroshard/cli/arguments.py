@@ -16,11 +16,22 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, except where there is none or the help already tells it; short names for values."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default in (None, argparse.SUPPRESS) or "default:" in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
+
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        return {int: "N", float: "X"}.get(action.type, "TEXT")
+
+
 class Parser(argparse.ArgumentParser):
     """argparse that raises `UsageError` instead of leaving the process, and knows what was meant."""
 
     def __init__(self, **settings) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **settings)
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -30,5 +41,7 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise UsageError(f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help")
+            raise UsageError(
+                f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help"
+            )
         return known

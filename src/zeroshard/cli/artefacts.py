@@ -89,7 +89,13 @@ def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "matp
     left, right = figure.subplots(1, 2)
     times = [row["seconds"] for row in steps]
     left.plot(times, [row["loss"] * BITS_PER_NAT for row in steps], lw=0.7, alpha=0.5, label="training batch")
-    left.plot([row["seconds"] for row in looks], [row["held_out_bits_per_byte"] for row in looks], "o-", ms=4, label="held-out")
+    left.plot(
+        [row["seconds"] for row in looks],
+        [row["held_out_bits_per_byte"] for row in looks],
+        "o-",
+        ms=4,
+        label="held-out",
+    )
     for color, (name, bits) in zip(("tab:red", "tab:purple", "tab:brown"), baselines.items(), strict=False):
         left.axhline(bits, ls="--", lw=1, color=color, label=name)
     left.set(xlabel="seconds of training", ylabel="bits per byte", title="Loss")

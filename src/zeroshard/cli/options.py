@@ -35,7 +35,7 @@ class TrainOptions:
     layers: int | None = _option(None, "blocks, instead of the preset's", type=int)
     dim: int | None = _option(None, "width, instead of the preset's", type=int)
     heads: int | None = _option(None, "attention heads, instead of the preset's", type=int)
-    ngram_rows: int = _option(4096, "rows of each table of pairs and triples of bytes; 0: none", type=int)
+    ngram_rows: int = _option(4096, "rows of each n-gram table; 0: none", type=int)
     data: str | None = _option(None, "folder of text files (default: the Python standard library)")
     steps: int = _option(1000, "optimizer steps", type=int)
     time_limit: float | None = _option(None, "seconds of training after which it ends well, if sooner", type=float)

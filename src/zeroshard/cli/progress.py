@@ -27,7 +27,7 @@ class TrainingProgress:
             self.bar = Progress(
                 TextColumn("[bold]step {task.fields[step]}"),
                 BarColumn(bar_width=None),
-                TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
+                TextColumn("loss {task.fields[loss]:.3f} bits/byte  {task.fields[rate]:,.0f} tokens/s"),
                 TimeElapsedColumn(),
                 TextColumn("left"),
                 TimeRemainingColumn(),
@@ -46,7 +46,7 @@ class TrainingProgress:
             self.bar.stop()
 
     def update(self, fraction: float, step: int, loss: float, rate: float) -> None:
-        """Tell that `fraction` of the run is done; `rate` in tokens per second."""
+        """Tell that `fraction` of the run is done; `loss` in bits per byte, `rate` in tokens per second."""
         if self.bar is not None:
             self.bar.update(self.task, completed=fraction, step=step, loss=loss, rate=rate)
             return
@@ -56,7 +56,8 @@ class TrainingProgress:
             elapsed = now - self.started
             left = clock(elapsed * (1 - fraction) / max(fraction, 1e-9))
             self.console.print(
-                f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f}  {rate:,.0f} tokens/s  left {left}", highlight=False
+                f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f} bits/byte  {rate:,.0f} tokens/s  left {left}",
+                highlight=False,
             )
 
     def note(self, text: str) -> None:

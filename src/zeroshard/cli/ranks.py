@@ -68,10 +68,13 @@ class Ranks:
             dist.all_gather_object(answers, (value, error))
         for rank, (_, found) in enumerate(answers):
             if found is not None:
-                raise UsageError(found if self.world_size == 1 else f"{found} [rank {rank}]")
+                everywhere = all(error is not None for _, error in answers)
+                raise UsageError(found if everywhere else f"{found} [rank {rank}]")
         for rank, (other, _) in enumerate(answers):
             if other != answers[0][0]:
-                raise UsageError(f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}")
+                raise UsageError(
+                    f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}"
+                )
 
     def leave(self) -> None:
         """Leave the process group, if there is one."""
@@ -99,7 +102,10 @@ def choose_device(device: str, local_rank: int, local_ranks: int) -> torch.devic
     """The device of a local rank; "auto" takes GPUs only if each rank gets its own."""
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
-        raise UsageError(f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; use fewer --ranks or --device cpu")
+        raise UsageError(
+            f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; "
+            "use fewer --ranks or --device cpu"
+        )
     if device == "cpu" or gpus < local_ranks:
         return torch.device("cpu")
     return torch.device("cuda", local_rank)

@@ -54,7 +54,8 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
     lines = [
         f"[bold]{STAGES[options.stage]}[/bold]",
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type}, {options.precision}",
-        f"GPT with {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, {config.seq_len} bytes of context",
+        f"GPT of {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, "
+        f"{config.ngram_rows} rows a table of n-grams, {config.seq_len} bytes of context",
         f"{corpus.name}: {corpus.train.numel():,} bytes of {len(corpus.train_files)} files to train on, "
         f"{min(options.eval_bytes, corpus.held_out.numel()):,} bytes held out",
     ]
@@ -66,7 +67,8 @@ def closing(console: Console, folder: RunFolder, report: zs.Report, outcome: Out
     last, options = outcome.last, outcome.options
     tokens = last.step * options.batch * options.seq
     console.print(
-        f"\n{last.step:,} steps and {tokens:,} bytes of text in {last.seconds:.0f} s: {tokens / last.seconds:,.0f} bytes per second\n",
+        f"\n{last.step:,} steps and {tokens:,} bytes of text in {last.seconds:.0f} s: "
+        f"{tokens / last.seconds:,.0f} bytes per second\n",
         highlight=False,
     )
     for table in (quality(outcome.scores), memory(report), communication(report, outcome)):
@@ -92,12 +94,18 @@ def quality(scores: Mapping) -> Table:
 
 def memory(report: zs.Report) -> Table:
     """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
-    table = _table(f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP")
-    rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
+    table = _table(
+        f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP"
+    )
+    rows = [
+        (name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest
+    ]
     total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     for name, measured, formula, ddp in [*rows, total]:
         share = f"{measured / ddp:.0%}" if ddp else ""
-        table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])
+        table.add_row(
+            name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0]
+        )
     for name, nbytes in report.peak.items():
         if nbytes:
             table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
@@ -114,7 +122,9 @@ def communication(report: zs.Report, outcome: Outcome) -> Table:
     table.add_row("[bold]one step, measured", "", f"[bold]{megabytes(measured)}", end_section=True)
     table.add_row("one step, theory", "", megabytes(report.theory_nbytes_per_step))
     totals = report.communication.values()
-    table.add_row("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals)))
+    table.add_row(
+        "all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))
+    )
     if passes > 1:
         table.caption = f"Theory is for one backward pass; a step of this run had {passes}."
         table.caption_justify = "left"
@@ -126,5 +136,3 @@ def files(folder: RunFolder) -> Group:
     lines = [Text(f"Results in {folder.path}/", style="bold")]
     lines += [Text(f"  {path.name:20}{path.stat().st_size:>12,} bytes") for path in sorted(folder.path.iterdir())]
     return Group(*lines)
-
-

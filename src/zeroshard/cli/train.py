@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NoReturn
 
 import torch
 from rich.console import Console
@@ -22,7 +23,7 @@ from zeroshard.launch import spawn
 
 from . import report_error, summary
 from .arguments import UsageError
-from .artefacts import RunFolder
+from .artefacts import BITS_PER_NAT, RunFolder
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -43,28 +44,31 @@ def main(argv: Sequence[str]) -> int:
 
 def _join_and_run(options: TrainOptions) -> int:
     """Run as a rank; no error of one rank leaves another waiting."""
+    ranks = join(options.device, options.threads)
     try:
-        ranks = join(options.device, options.threads)
-        try:
-            run(options, ranks)
-        except UsageError as error:  # the same on all ranks (see Ranks.agree): one prints it
-            ranks.leave()
-            return report_error(str(error)) if ranks.first else 2
-        except zs.ConfigError as error:  # raised by all ranks alike
-            ranks.leave()
-            return report_error(str(error)) if ranks.first else 2
+        run(options, ranks)
+    except (UsageError, zs.ConfigError) as error:  # the same on all ranks: one prints it
         ranks.leave()
-        return 0
-    except UsageError:
-        raise
-    except zs.PeerFailed as error:  # the other rank prints its traceback
-        print(f"[rank {os.environ['RANK']}] stopped: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        os._exit(1)
-    except BaseException:
-        sys.stdout.flush()
-        prefix = f"[rank {os.environ.get('RANK', 0)}] "
-        print(prefix + traceback.format_exc().replace("\n", "\n" + prefix), file=sys.stderr, flush=True)
-        os._exit(1)  # peers may be inside a collective: do not wait for them on the way out
+        return report_error(str(error)) if ranks.first else 2
+    except BaseException as error:
+        if ranks.world_size == 1:
+            raise
+        _fail(ranks, error)
+    ranks.leave()
+    return 0
+
+
+def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
+    """Say what happened to this rank and end it; peers may be inside a collective, so it does not wait for them."""
+    if isinstance(error, zs.PeerFailed):  # that rank prints the traceback
+        text = f"stopped: {str(error).splitlines()[0]}"
+    elif isinstance(error, KeyboardInterrupt):
+        text = "interrupted"
+    else:
+        text = "".join(traceback.format_exception(error)).rstrip()
+    sys.stdout.flush()
+    print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def run(options: TrainOptions, ranks: Ranks) -> None:
@@ -86,7 +90,11 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     folder.write_model(state, {"format": "pt"})
     folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
-    run_facts = {"held_out_bits_per_byte": scores, "last_step": asdict(last), "training_step_traffic": trainer.step_traffic}
+    run_facts = {
+        "held_out_bits_per_byte": scores,
+        "last_step": asdict(last),
+        "training_step_traffic": trainer.step_traffic,
+    }
     folder.write_json("report.json", {**report.to_dict(), **run_facts})
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
@@ -96,19 +104,30 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
 
 def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | None]:
     """What can fail on one rank only: all ranks go on, or all raise the same error."""
-    corpus, folder, error = None, None, None
+    corpus, error = None, None
     try:
         options.check_batch(ranks.world_size)
         if options.ranks not in (None, ranks.world_size):
-            raise UsageError(f"--ranks: expected {ranks.world_size}, which the launcher started, got {options.ranks}; leave it out")
+            raise UsageError(
+                f"--ranks: expected {ranks.world_size}, which the launcher started, got {options.ranks}; leave it out"
+            )
         corpus = read_corpus(options.data, held_out_nbytes=options.eval_bytes)
         needed = 2 * options.seq + 1
         if corpus.train.numel() < needed:
-            raise UsageError(f"--data: expected at least {needed} bytes to train on, got {corpus.train.numel()}; give more text or a smaller --seq")
-        folder = RunFolder(options.out) if ranks.first else None
-    except (UsageError, ValueError, OSError) as found:
-        error = f"--{found}" if isinstance(found, ValueError) else str(found)
+            raise UsageError(
+                f"--data: expected at least {needed} bytes to train on, got {corpus.train.numel()}; "
+                "give more text or a smaller --seq"
+            )
+    except UsageError as found:
+        error = str(found)
+    except (ValueError, OSError) as found:  # of read_corpus
+        error = f"--{found}" if isinstance(found, ValueError) else f"--data: {found}"
     ranks.agree("text of --data", corpus and corpus.digest, error)
+    try:
+        folder = RunFolder(options.out) if ranks.first else None
+    except UsageError as found:
+        error = str(found)
+    ranks.agree("--out", None, error)
     return corpus, folder
 
 
@@ -122,7 +141,8 @@ def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tupl
         if folder is not None:
             folder.record(step=0, seconds=0.0, held_out_bits_per_byte=before)
         for result in trainer.steps():
-            progress.update(result.fraction, result.step, result.loss, result.step * tokens_per_step / result.seconds)
+            rate = result.step * tokens_per_step / result.seconds
+            progress.update(result.fraction, result.step, result.loss * BITS_PER_NAT, rate)
             if folder is not None:
                 folder.record(**asdict(result))
             if result.step % options.eval_every == 0 or result.fraction == 1.0:

@@ -47,7 +47,9 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.O
     """The sharded model and optimizer. The same seed gives every rank the same weights."""
     torch.manual_seed(options.seed)
     model = GPT(options.model_config()).to(ranks.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
+    )
     clip = options.max_grad_norm or None
     return zs.shard(model, optimizer, stage=options.stage, precision=options.precision, max_grad_norm=clip)
 
@@ -96,7 +98,9 @@ class Trainer:
             record = self.optimizer.last_step
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
-            yield StepResult(step, mean, float(record.grad_norm), record.skipped, lr, seconds, min(fraction, 1.0), memory_nbytes)
+            yield StepResult(
+                step, mean, float(record.grad_norm), record.skipped, lr, seconds, min(fraction, 1.0), memory_nbytes
+            )
 
     def _accumulate(self, step: int) -> float:
         """Forward and backward of all micro-batches of this rank; returns their mean loss."""

@@ -105,6 +105,10 @@ class Comm(ABC):
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; also a barrier."""
 
+    def to_host(self, values: Tensor) -> list[float]:
+        """A few numbers that steer the step, on the host: the only way in which the core reads what it computed."""
+        return values.tolist()
+
     def fence_write(self, synchronised: bool = False) -> None:
         """Before this rank writes its shards: no peer still reads them. synchronised: a barrier has just passed."""
 

@@ -30,3 +30,6 @@ class FakeComm(Comm):
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size
+
+    def to_host(self, values: Tensor) -> list[float]:
+        return [1.0] * values.numel()  # fake tensors hold no numbers; finite, so that no step is skipped

@@ -69,12 +69,13 @@ class SharedComm(Comm):
         self._failed: dict[int, str] = {}
         self._lost: dict[int, str] = {}
         self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
-        self._writing = True  # fresh memory counts as being written
+        self._writing = True
         self._closed = False
 
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
+        self._writing = True  # fresh memory is about to be filled: peers may read after the next fence
         mine, handle = self.transport.export(numel * dtype.itemsize)
         memory = self._open_all(handle, mine)
         wholes = [part.view(dtype) for part in memory]
@@ -82,6 +83,7 @@ class SharedComm(Comm):
         return Region(wholes[self.rank], list(shards), wholes if whole else [])
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
+        self._writing = True
         handle, mine = None, None
         if self.rank == 0:
             mine, handle = self.transport.export(numel * dtype.itemsize)

@@ -6,9 +6,9 @@ that each becomes one unit; embeddings, the last norm and the head form the root
     tokens (batch, seq) -> embedding + position (+ n-grams) -> [Block] * layers -> norm -> head -> logits or loss
 
 Words: *dim* is the width of the residual stream, *head_dim* = dim / heads, *seq* the tokens of one sequence.
-*N-grams* are optional: tables that hold a vector for the pair and the triple of tokens that end at a position, found by
-a hash. They cost no arithmetic and teach a byte-level model short words at once: with them `zeroshard train` reaches
-2.20 instead of 3.25 bits per byte in the same 800 steps.
+*N-grams* are optional: tables with a vector for the 2, 3 and 4 tokens that end at a position, found by a hash. They
+cost next to no arithmetic and teach a byte-level model short words at once: with them the tiny model of `zeroshard
+train` reaches 2.06 instead of 3.25 bits per byte in the same 800 steps.
 """
 
 import math
@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+NGRAM_LENGTHS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class GPTConfig:
     mlp_ratio: int = 4
     tied: bool = False
     dropout: float = 0.0
-    ngram_rows: int = 0  # of each of the tables for pairs and triples; 0: none
+    ngram_rows: int = 0  # of each n-gram table; 0: none
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "dim", "layers", "heads", "mlp_ratio"):
@@ -119,7 +121,9 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position = nn.Embedding(config.seq_len, config.dim)
-        self.ngrams = nn.ModuleList(nn.Embedding(config.ngram_rows, config.dim) for _ in range(2 if config.ngram_rows else 0))
+        self.ngrams = nn.ModuleList(
+            nn.Embedding(config.ngram_rows, config.dim) for _ in NGRAM_LENGTHS if config.ngram_rows
+        )
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim, bias=False)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -141,7 +145,7 @@ class GPT(nn.Module):
         if seq > self.config.seq_len:
             raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} per sequence, got {seq}")
         x = self.embedding(tokens) + self.position(torch.arange(seq, device=tokens.device))  # (batch, seq, dim)
-        for length, table in enumerate(self.ngrams, start=2):
+        for length, table in zip(NGRAM_LENGTHS, self.ngrams, strict=False):  # no tables without ngram_rows
             x = x + table(ngram_hash(tokens, length, self.config.ngram_rows))
         for block in self.blocks:
             x = block(x)

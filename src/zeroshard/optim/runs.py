@@ -59,14 +59,20 @@ def slot_range(group: ParamGroup, index: int, replicated: bool) -> tuple[int, in
 
 
 def make_runs(group: ParamGroup, keys: list[object], replicated: bool) -> list[tuple[object, Run]]:
-    """(key, run) for each maximal stretch of parameters with equal, not-None key. Empty stretches stay out."""
+    """(key, run) for each maximal stretch of parameters with equal, not-None key.
+
+    A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
+    step count lives on every rank, so that all ranks show the same states.
+    """
     runs: list[tuple[object, Run]] = []
     buffer = stepped_buffer(group, replicated)
     pending: list[tuple[object, int, int, list[int]]] = []
     for index, key in enumerate(keys):
-        start, stop = slot_range(group, index, replicated)
-        if key is None or start == stop:
+        if key is None:
             continue
+        start, stop = slot_range(group, index, replicated)
+        if start == stop:
+            start = stop = pending[-1][2] if pending else 0
         if pending and pending[-1][0] == key and pending[-1][2] == start:
             last = pending.pop()
             pending.append((key, last[1], stop, [*last[3], index]))

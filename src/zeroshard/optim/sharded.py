@@ -29,6 +29,7 @@ from ..runtime import Runtime
 from ..unit import ParamGroup
 from .record import StepRecord
 from .runs import Run, gradient_buffer, make_runs, slot_range, split, state_nbytes
+from .schedulers import respect_skipped_steps
 
 
 class OptimizerCore:
@@ -47,7 +48,8 @@ class OptimizerCore:
             for number, run in make_runs(group, keys, self.replicated):
                 self.runs[number].append(run)  # type: ignore[index]
         self._show_runs()
-        self.norm: tuple[float, float] | None = None  # (norm, coefficient) found by clip_grad_norm_ for this step
+        self.norm: tuple[float, float] | None = None  # (norm, coefficient), once found for the coming step
+        self.divisor = 1.0  # what the reduced gradients are a multiple of: loss scale, mean weight
         self.last_step: StepRecord | None = None
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
@@ -68,25 +70,29 @@ class OptimizerCore:
         """Norm of the unscaled mean gradient over all ranks (collective). Non-finite where any element is."""
         groups = self.stepped_groups
         squares = [torch.linalg.vector_norm(group.grads.shard, dtype=_norm_dtype(group)) for group in groups]
-        norms = torch.stack([s.to(torch.float64) for s in squares]).tolist() if squares else []
-        mine = sum(norm * norm for norm in norms)
-        everyone = self.comm.exchange(struct.pack("<d", mine), "optimizer step: gradient norm")
-        total = sum(struct.unpack("<d", part)[0] for part in everyone)
-        norm = math.sqrt(total) if total >= 0 else math.nan
-        return norm / self.loss_scale
+        norms = self.comm.to_host(torch.stack([s.to(torch.float64) for s in squares])) if squares else []
+        mine = struct.pack("<dd", sum(norm * norm for norm in norms), self.runtime.weight)
+        everyone = [struct.unpack("<dd", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
+        total, weight = (sum(column) for column in zip(*everyone, strict=True))
+        self.divisor = self.runtime.scaler.scale if self.runtime.scaler is not None else 1.0
+        if weight:
+            self.divisor *= weight / self.comm.world_size  # reductions took the plain mean over ranks
+        return (math.sqrt(total) if total >= 0 else math.nan) / self.divisor
 
-    @property
-    def loss_scale(self) -> float:
-        """What gradients are still multiplied with."""
-        return self.runtime.scaler.scale if self.runtime.scaler is not None and self.norm is None else 1.0
+    def clip(self, max_norm: float | None) -> float:
+        """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm`.
 
-    def clip(self, max_norm: float) -> float:
-        """Scale all gradients so that their global norm is at most `max_norm`; the norm before (collective)."""
-        norm = self.global_norm()
+        Returns the norm before clipping (collective). The step that follows takes it from here.
+        """
+        if self.norm is not None:
+            self.divisor = 1.0  # done by an earlier call for this step
+            norm = self.norm[0] * self.norm[1]
+        else:
+            norm = self.global_norm()
         coefficient = 1.0
         if math.isfinite(norm):
-            coefficient = min(1.0, max_norm / (norm + 1e-6))
-            self._scale_gradients(coefficient / self.loss_scale)
+            coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm is not None else 1.0
+            self._scale_gradients(coefficient / self.divisor)
         self.norm = (norm, coefficient)
         return norm
 
@@ -111,12 +117,8 @@ class OptimizerCore:
             self.last_step = StepRecord(0.0, 1.0, skipped=True)
             return self.last_step
         scale = runtime.scaler.scale if runtime.scaler is not None else 1.0
-        limit = runtime.config.max_grad_norm
         if self.norm is None:
-            if limit is not None:
-                self.clip(limit)
-            else:
-                self.norm_only(scale)
+            self.clip(runtime.config.max_grad_norm)
         assert self.norm is not None
         norm, coefficient = self.norm
         self.norm = None
@@ -130,13 +132,6 @@ class OptimizerCore:
             runtime.scaler.update(overflow=False)
         self.last_step = StepRecord(norm, coefficient, skipped=False, loss_scale=scale)
         return self.last_step
-
-    def norm_only(self, scale: float) -> None:
-        """Find the norm and undo the loss scale, without clipping."""
-        norm = self.global_norm()
-        if math.isfinite(norm):
-            self._scale_gradients(1.0 / scale)
-        self.norm = (norm, 1.0)
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
         """Every rank skips; the record names parameters and ranks; too many in a row end the run (B20)."""
@@ -246,6 +241,13 @@ class OptimizerCore:
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        """All gradients there are become zeros; local sums held back are dropped."""
+        for group in self.stepped_groups:
+            group.grads.drop_held()
+            gradient_buffer(group, self.replicated).zero_()
+
     # -- state by parameter ----------------------------------------------------------------------------------
 
     def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
@@ -273,6 +275,7 @@ class OptimizerCore:
     @torch.no_grad()
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
         """Take states by parameter id, tensors whole or sharded alike. Each parameter becomes a run of its own."""
+        counters = self._counters(states)
         self.inner.state.clear()
         for number, runs in enumerate(self.runs):
             self.runs[number] = [part for run in runs for part in split(run, self.replicated, {})]
@@ -280,16 +283,28 @@ class OptimizerCore:
         for run in self._all_runs():
             state = states.get(id(run.group.params[run.indices[0]]))
             if state:
-                self.inner.state[run.tensor] = {key: self._take(run, value) for key, value in state.items()}
+                self.inner.state[run.tensor] = {
+                    key: self._take(run, value, key in counters) for key, value in state.items()
+                }
         self._enter_states()
 
-    def _take(self, run: Run, value: Any) -> Any:
+    def _counters(self, states: dict[int, dict[str, Any]]) -> set[str]:
+        """Keys of states that are one number a parameter. For a scalar parameter the shape does not tell."""
+        shapes = {id(p): spec.shape for g in self.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
+        return {"step"} | {
+            key
+            for param, state in states.items()
+            for key, value in state.items()
+            if isinstance(value, Tensor) and value.dim() == 0 and shapes.get(param)
+        }
+
+    def _take(self, run: Run, value: Any, counter: bool) -> Any:
         index = run.indices[0]
         shape = run.group.specs[index].shape
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        if counter or not isinstance(value, Tensor) or tuple(value.shape) != shape:
             return value.clone() if isinstance(value, Tensor) else value
         home = run.group.homes[index]
-        taken = torch.zeros_like(run.tensor, dtype=value.dtype if value.is_floating_point() else None)
+        taken = torch.zeros_like(run.tensor, dtype=None if value.is_floating_point() else value.dtype)
         if self.replicated:
             taken[: value.numel()].copy_(value.reshape(-1))
         else:
@@ -321,10 +336,23 @@ class ShardedOptimizer:
         self.core.step()
         return loss
 
+    step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients."""
-        self.core.runtime.drop_gradients()
+        """Drop all gradients, or (not set_to_none) leave zeros where there are some, which a step then steps with."""
         self.core.norm = None
+        if set_to_none:
+            self.core.runtime.drop_gradients()
+        else:
+            self.core.zero_gradients()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. Tensors are whole (a state dict of one process) or sharded alike (this optimizer's own)."""
+        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
+        given = state_dict["state"]
+        self.core.load_state({id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -372,6 +400,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: set[int], names: d
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
     """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
+    respect_skipped_steps()
     given = {id(param): entries for param, entries in optimizer.state.items()}
     core = OptimizerCore(optimizer, runtime)
     wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this

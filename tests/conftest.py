@@ -1,0 +1,67 @@
+"""What every test shares: one thread per rank, a hard time limit, and markers that choose what can run here.
+
+A test that exceeds its limit fails with the stacks of all threads on stderr (SIGALRM in the main thread, where pytest
+and `run_threads` wait). One that cannot even be interrupted, because it hangs in C, ends the whole run a little later
+(faulthandler). Limits: 60 s, 240 s for tests that start processes, or `@pytest.mark.limit(seconds)`.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+
+LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
+    torch.set_num_threads(1)  # ranks share the cores
+    try:
+        from hypothesis import settings
+    except ImportError:
+        return
+    # no deadline: the machine may be busy. derandomize: a failure is the commit's, not the day's.
+    settings.register_profile("zeroshard", deadline=None, derandomize=True, database=None)
+    settings.load_profile("zeroshard")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _limit_of(item) -> float:
+    marker = item.get_closest_marker("limit")
+    if marker is not None:
+        return float(marker.args[0])
+    return PROCESSES_LIMIT_S if item.get_closest_marker("processes") else LIMIT_S
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return (yield)
+    limit_s = _limit_of(item)
+
+    def expire(signum, frame):
+        faulthandler.dump_traceback(file=sys.__stderr__)
+        raise TimeoutError(f"{item.nodeid}: not finished after {limit_s:.0f} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

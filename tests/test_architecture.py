@@ -1,0 +1,130 @@
+"""The shape of the source: imports go one way, every file says what it is for, files and functions stay readable.
+
+LAYERS is DESIGN.md section 3 in terms of today's files, lowest first: a module imports from rows above its own (or,
+within a package that is one row, from its siblings). A new module needs a place here; a forbidden import needs a
+better home for what it imports.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+ROOT = Path(zeroshard.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TESTS = sorted(Path(__file__).parent.glob("*.py"))
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
+
+LAYERS = (
+    ("errors", "compat"),
+    ("config", "layout", "schedule", "precision", "optim.record"),  # pure
+    ("memory.ledger",),
+    ("comm",),  # the interface and its backends
+    ("memory",),  # pools, tiers, files
+    ("sharded",),  # the tensor subclass
+    ("buffer",),  # layout x placement
+    ("unit",),
+    ("partition", "build"),
+    ("runtime",),
+    ("hooks", "optim"),
+    ("whole", "birth", "weights", "report"),
+    ("api",),
+    ("__init__",),
+    ("checkpoint", "activations", "models", "data", "launch", "testing"),
+    ("plan", "integrations", "export"),
+    ("cli", "bench", "__main__"),
+)
+
+
+def module_name(path: Path) -> str:
+    """'comm.base' for comm/base.py; a package is named like the folder, the root package '__init__'."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts) or "__init__"
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def layer_of(module: str) -> int:
+    """Index in LAYERS of the longest entry that is the module or a package around it."""
+    found = [
+        (len(entry), number)
+        for number, row in enumerate(LAYERS)
+        for entry in row
+        if module == entry or module.startswith(entry + ".")
+    ]
+    assert found, f"{module} has no place in LAYERS (tests/test_architecture.py)"
+    return max(found)[1]
+
+
+def row_entry(module: str) -> str:
+    entries = [e for row in LAYERS for e in row if module == e or module.startswith(e + ".")]
+    return max(entries, key=len)
+
+
+def imports_of(module: str) -> set[str]:
+    """Modules of this package that a module imports, wherever in the file."""
+    path = MODULES[module]
+    package = list(path.relative_to(ROOT).parent.parts)
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[list[str]] = []
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "zeroshard"):
+            given = (node.module or "").split(".") if node.module else []
+            base = package[: len(package) - node.level + 1] + given if node.level else given[1:]
+            names = [[*base, alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [a.name.split(".")[1:] for a in node.names if a.name.split(".")[0] == "zeroshard"]
+        for name in names:
+            # `from .comm import world` is the module comm.world, `from .config import Config` the module config
+            found.add(".".join(name) if ".".join(name) in MODULES else ".".join(name[:-1]) or "__init__")
+    return found - {module}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_one_way(module):
+    for other in imports_of(module):
+        if other not in MODULES or not other:
+            continue
+        if other == "__init__" and layer_of(module) < layer_of("__init__"):
+            pytest.fail(f"{module} imports from the package's front door")
+        same_package = row_entry(module) == row_entry(other)
+        assert same_package or layer_of(other) <= layer_of(module), (
+            f"{module} (row {layer_of(module)}) imports {other} (row {layer_of(other)}): imports only go down"
+        )
+
+
+def test_modules_do_not_import_in_circles():
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"circular import: {' -> '.join([*above[above.index(module) :], module])}"
+        if module not in done:
+            for other in sorted(imports_of(module) & MODULES.keys()):
+                package = MODULES[other].name == "__init__.py"
+                if not (package and (module.startswith(other + ".") or other == "__init__")):  # a package's own doorway
+                    visit(other, (*above, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_every_file_opens_with_what_it_is_for(path):
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring and len(docstring) > 15, f"{path}: open it with a docstring that says what the file is for"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_files_and_functions_can_be_read_in_one_go(path):
+    text = path.read_text()
+    lines = len(text.splitlines())
+    assert lines <= MAX_FILE_LINES, f"{path.name} has {lines} lines, at most {MAX_FILE_LINES}"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"

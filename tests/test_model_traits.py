@@ -1,0 +1,428 @@
+"""What parameters and training loops do in the wild, equal to one process at stages 2 and 3.
+
+Ties, frozen and unused parameters, odd sizes and dtypes, buffers, hooks, repeated backwards, evaluation in between,
+several models at once.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import (
+    Block, Case, Language, Stack, adamw, check, every_mode, normal_batches, reference, same, seeded, sgd, sharded,
+    square, token_batches, trainable,
+)  # fmt: skip
+
+import zeroshard as zs
+from zeroshard.testing import run_threads
+
+# -- ties ------------------------------------------------------------------------------------------------------
+
+
+@every_mode
+def test_b19_tied_embedding_and_head(mode):
+    check(Case(seeded(Language, tied=True), token_batches(3, 2, 17, 2, 5)), **mode)
+    check(Case(seeded(Language, vocab=170, tied=True), token_batches(3, 2, 17, 2, 5)), **mode)  # a unit of its own
+
+
+@every_mode
+def test_b19_tied_within_a_unit(mode):
+    class Tied(Block):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.again = nn.Linear(dim, 2 * dim)
+            self.again.weight = self.up.weight
+
+        def forward(self, x):
+            return super().forward(x) + self.again(x).sum(-1, keepdim=True)
+
+    check(Case(seeded(Stack, block=Tied), normal_batches(3, 2, 4, 7), square), **mode)
+
+
+@every_mode
+@pytest.mark.parametrize("units", ["auto", "leaf"])
+def test_b19_tied_across_units(mode, units):
+    def build():
+        model = Stack()
+        model.blocks[2].up.weight = model.blocks[0].up.weight
+        model.blocks[1].norm = model.blocks[0].norm
+        model.blocks.append(model.blocks[0])
+        return model
+
+    check(Case(seeded(build), normal_batches(3, 2, 4, 7), square), units=units, **mode)
+
+
+# -- frozen ----------------------------------------------------------------------------------------------------
+
+
+class LoRA(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = LoRA(block.up), LoRA(block.down)
+    return model
+
+
+@every_mode
+def test_c11_lora(mode):
+    check(Case(with_lora(seeded(Stack)), normal_batches(3, 2, 4, 7), square), **mode)
+
+
+@every_mode
+@pytest.mark.parametrize("frozen", [("blocks.0", "first"), ("blocks.1",), ("blocks.1.up", "blocks.2.norm"), ("last", "blocks.2")], ids=str)
+def test_frozen_parameters(mode, frozen):
+    model = seeded(Stack)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(frozen))
+    check(Case(model, normal_batches(3, 2, 4, 7), square), **mode)
+
+
+@every_mode
+def test_c04_a_frozen_tower_before_a_trainable_model(mode):
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tower = Stack(block=Block).requires_grad_(False)
+            self.model = Stack(dim=3)
+
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.tower(x)
+            return self.model(x)
+
+    check(Case(seeded(Towers), normal_batches(3, 2, 4, 7), square), **mode)
+
+
+@every_mode
+def test_everything_frozen_passes_gradients_to_its_input(mode):
+    base, (batches,) = seeded(Stack).requires_grad_(False), normal_batches(1, 2, 4, 7)
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(base), None, **mode)
+        for _ in range(2):
+            x = batches[rank][0].clone().requires_grad_()
+            square(model, (x,)).backward()
+        return x.grad
+
+    for grad, (x,) in zip(run_threads(2, run), batches, strict=True):
+        x = x.clone().requires_grad_()
+        square(base, (x,)).backward()
+        same(grad, x.grad, "gradient of the input", 0.0)
+
+
+# -- unused ----------------------------------------------------------------------------------------------------
+
+
+class Skipping(Stack):
+    """Uses block i only if flags[i]."""
+
+    def forward(self, x, flags):
+        for block, flag in zip(self.blocks, flags, strict=True):
+            if flag:
+                x = block(x)
+        return self.last(x)
+
+
+@every_mode
+def test_parameters_unused_on_all_ranks(mode):
+    flags = [(1, 0, 1), (1, 1, 1), (0, 0, 0), (1, 0, 1)]  # `first` is never used
+    batches = [[(*b, f) for b in ranks] for ranks, f in zip(normal_batches(4, 2, 4, 7), flags, strict=True)]
+    check(Case(seeded(Skipping), batches, square), **mode)
+
+
+@every_mode
+def test_parameters_unused_on_one_rank(mode):
+    flags = [[(1, 0, 1), (1, 1, 1)], [(0, 1, 0), (1, 0, 1)], [(0, 0, 0), (1, 1, 1)], [(1, 1, 1), (1, 1, 1)]]
+    batches = [
+        [(*b, f) for b, f in zip(ranks, per_rank, strict=True)]
+        for ranks, per_rank in zip(normal_batches(4, 2, 4, 7), flags, strict=True)
+    ]
+    check(Case(seeded(Skipping), batches, square), **mode)
+
+
+@every_mode
+def test_part_of_a_unit_unused_on_one_rank(mode):
+    class Half(Block):
+        def forward(self, x):
+            return super().forward(x) if x.mean() > 0 else x + self.norm(x)
+
+    check(Case(seeded(Stack, block=Half), normal_batches(4, 2, 1, 7), square), **mode)
+
+
+# -- odd parameters --------------------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        draw = lambda *shape: 0.1 * torch.randn(*shape)  # noqa: E731
+        self.empty = nn.Parameter(torch.empty(0, dim))
+        self.scalar = nn.Parameter(torch.tensor(0.3))
+        self.one = nn.Parameter(draw(1))
+        self.turned = nn.Parameter(draw(5, dim).t())  # (dim, 5), not contiguous
+        self.channels = nn.Parameter(draw(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.prime = nn.Parameter(draw(13, dim))
+        self.register_buffer("scale", torch.ones(dim))
+        self.register_buffer("hidden", torch.arange(3), persistent=False)
+        self.counter = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+
+    def forward(self, x):
+        self.scale.mul_(0.9)
+        x = x * self.scale * self.scalar + self.one + self.empty.sum() + (x @ self.turned).sum(-1, keepdim=True)
+        return x + (x @ self.prime.t()).sum(-1, keepdim=True) * self.channels.sum() + 0.1 * self.counter.sum() + self.hidden[0]
+
+
+@every_mode
+@pytest.mark.parametrize("units", ["auto", "model", "leaf"])
+def test_b19_odd_parameters_and_buffers(mode, units):
+    # contiguous now, the turned parameter is multiplied in another order; SGD, since Adam would magnify that
+    case = Case(seeded(Stack, block=Odd), normal_batches(3, 2, 4, 7), square, sgd, tolerance=1e-4)
+    check(case, units=units, **mode)
+
+
+@every_mode
+def test_b19_odd_parameters_on_five_ranks(mode):
+    check(Case(seeded(Odd, 3), normal_batches(2, 5, 4, 3), square, sgd, tolerance=1e-5), **mode)
+
+
+@every_mode
+def test_b19_mixed_dtypes(mode):
+    class Mixed(Block):
+        def __init__(self, dim):
+            super().__init__(dim)
+            self.low, self.high = nn.Linear(dim, dim).bfloat16(), nn.Linear(dim, dim).double()
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x + self.low(x.bfloat16()).float() + self.high(x.double()).float()
+
+    # a bf16 parameter has an fp32 master here, a bf16 one in the reference
+    case = Case(seeded(Stack, block=Mixed), normal_batches(2, 2, 4, 7), square, tolerance=0.1)
+
+    def run(rank):
+        trace, wanted = sharded(case, rank, **mode), reference(case)[rank]
+        for name, value in wanted.state.items():
+            same(trace.state[name], value, name, 0.1)
+            if value.dtype != torch.bfloat16 and "low" not in name:
+                assert trace.grads[0][name].dtype == value.dtype
+        return trace
+
+    run_threads(2, run)
+
+
+@every_mode
+def test_buffers_of_each_rank_are_its_own(mode):
+    def run(rank):
+        model, optimizer = zs.shard(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), None, **mode)
+        model(torch.full((2, 3), float(rank)))
+        return model[1].running_mean.clone(), int(model[1].num_batches_tracked)
+
+    torch.manual_seed(0)
+    (mean0, count0), (mean1, count1) = run_threads(2, run)
+    assert count0 == count1 == 1 and not torch.equal(mean0, mean1)
+
+
+# -- hooks -----------------------------------------------------------------------------------------------------
+
+
+@every_mode
+def test_user_hooks_fire_as_in_plain_torch(mode):
+    """Forward hooks, tensor hooks that change the gradient, and post-accumulate hooks, set before and after."""
+
+    def install(model, log):
+        model.blocks[1].register_forward_hook(lambda m, a, out: (log.append("forward"), out * 2)[1])
+        model.blocks[0].register_forward_pre_hook(lambda m, a: (log.append("pre"), (a[0] + 1,))[1])
+        model.blocks[2].up.weight.register_hook(lambda grad: (log.append("tensor"), grad * 3)[1])
+        model.last.bias.register_post_accumulate_grad_hook(lambda p: log.append(("accumulated", tuple(p.shape))))
+
+    (batches,), base = normal_batches(1, 1, 4, 7), seeded(Stack)
+
+    def run(rank, sharded, before):
+        model, log = copy.deepcopy(base), []
+        if before:
+            install(model, log)
+        if sharded:
+            model, _ = zs.shard(model, None, **mode)
+        if not before:
+            install(model, log)
+        for _ in range(2):
+            square(model, batches[0]).backward()
+        grads = zs.full_gradients(model) if sharded else {n: p.grad for n, p in model.named_parameters()}
+        return log, grads
+
+    wanted_log, wanted = run(0, False, True)
+    for before in (True, False):
+        ((log, grads),) = run_threads(1, run, True, before)
+        assert sorted(map(str, log)) == sorted(map(str, wanted_log)), before
+        for name, grad in wanted.items():
+            same(grads[name], grad, name, 0.0)
+
+
+def test_hooks_stay_with_the_parameter_when_the_model_is_closed():
+    def run(rank):
+        model, log = seeded(Stack), []
+        model.last.bias.register_post_accumulate_grad_hook(lambda p: log.append("before"))
+        model.last.bias.register_hook(lambda g: log.append("tensor before"))
+        model, _ = zs.shard(model, None, stage=3)
+        model.last.bias.register_hook(lambda g: log.append("tensor after"))
+        model.first.bias.register_post_accumulate_grad_hook(lambda p: log.append("after"))
+        zs.close(model)
+        square(model, (torch.ones(2, 7),)).backward()
+        return sorted(log)
+
+    assert run_threads(1, run) == [["after", "before", "tensor after", "tensor before"]]
+
+
+@every_mode
+def test_full_backward_hooks_of_the_user(mode):
+    seen = []
+    model = seeded(Stack)
+    model.blocks[1].register_full_backward_hook(lambda m, inputs, outputs: seen.append(outputs[0].shape))
+    check(Case(model, normal_batches(2, 2, 4, 7), square), **mode)
+    assert len(seen) == 2 * 2 * 2  # steps x ranks x (reference, sharded)
+
+
+# -- loops -----------------------------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize("loop", ["twice", "retained", "two_losses", "created", "grad"])
+def test_several_backwards_before_a_step(mode, loop):
+    base, batches = seeded(Stack), normal_batches(3, 2, 4, 7)
+
+    def backward(model, batch):
+        if loop == "twice":
+            square(model, batch).backward()
+            model(*batch).sum().backward()
+        elif loop == "retained":
+            loss = square(model, batch)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif loop == "two_losses":
+            out = model(*batch)
+            out.sum().backward(retain_graph=True)
+            out.square().mean().backward()
+        elif loop == "created":
+            square(model, batch).backward(create_graph=True)
+        else:
+            x = batch[0].clone().requires_grad_()
+            (grad,) = torch.autograd.grad(model(x).sum(), x)
+            (model(x).sum() + grad.sum()).backward()
+
+    def run(rank):
+        model = copy.deepcopy(base)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
+        for ranks in batches:
+            backward(model, ranks[rank])
+            optimizer.step()
+            optimizer.zero_grad()
+        return zs.full_state_dict(model)
+
+    replicas = [copy.deepcopy(base) for _ in range(2)]
+    optimizers = [adamw(m.parameters()) for m in replicas]
+    for ranks in batches:
+        for model, batch in zip(replicas, ranks, strict=True):
+            backward(model, batch)
+        grads = [(a.grad + b.grad) / 2 for a, b in zip(*(m.parameters() for m in replicas), strict=True)]
+        for model, optimizer in zip(replicas, optimizers, strict=True):
+            for param, grad in zip(model.parameters(), grads, strict=True):
+                param.grad = grad.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+    for state in run_threads(2, run):
+        for name, value in replicas[0].state_dict().items():
+            same(state[name], value, name, 2e-5)
+
+
+@every_mode
+@pytest.mark.parametrize("train_mode", [True, False])
+def test_evaluation_in_between(mode, train_mode):
+    def evaluate(model):
+        model.train(train_mode)
+        outs = []
+        with torch.no_grad():
+            outs.append(model(torch.ones(2, 7)))
+        with torch.inference_mode():
+            outs.append(model(torch.ones(2, 7)).clone())
+        model(torch.ones(2, 7))  # a forward whose graph is dropped
+        model.train()
+        assert torch.equal(outs[0], outs[1])
+
+    check(Case(seeded(Stack), normal_batches(4, 2, 4, 7), square, after=evaluate), **mode)
+
+
+@every_mode
+def test_a_step_without_backward_changes_nothing(mode):
+    base = seeded(Stack)
+
+    def run(rank):
+        model = copy.deepcopy(base)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
+        optimizer.step()
+        assert optimizer.last_step.skipped
+        return zs.full_state_dict(model)
+
+    for state in run_threads(2, run):
+        for name, value in base.state_dict().items():
+            same(state[name], value, name, 0.0)
+
+
+@every_mode
+def test_c14_two_engines_and_a_frozen_reference_under_one_loss(mode):
+    base, other, frozen = (seeded(Stack, seed=s) for s in range(3))
+    batches = normal_batches(3, 2, 4, 7)
+
+    def loss(models, x: Tensor):
+        a, b, c = (model(x) for model in models)
+        return (a - c).square().mean() + (a * b).sum() * 0.1
+
+    def run(rank):
+        first = copy.deepcopy(base)
+        first, optimizer = zs.shard(first, adamw(first.parameters()), **mode)
+        second = copy.deepcopy(other)
+        second, optimizer2 = zs.shard(second, sgd(second.parameters()), stage=1)
+        third, _ = zs.shard(copy.deepcopy(frozen).requires_grad_(False), None, stage=3)
+        for ranks in batches:
+            loss((first, second, third), *ranks[rank]).backward()
+            for each in (optimizer, optimizer2):
+                each.step()
+                each.zero_grad()
+        return [zs.full_state_dict(m) for m in (first, second, third)]
+
+    class All(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.models = nn.ModuleList(copy.deepcopy([base, other, frozen]))
+            self.models[2].requires_grad_(False)
+
+        def forward(self, x):
+            return loss(self.models, x)
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self, params):
+            half = len(params) // 2
+            self.each = adamw(params[:half]), sgd(params[half:])
+            super().__init__(params, {})
+
+        def step(self):
+            for optimizer in self.each:
+                optimizer.step()
+
+    wanted = reference(Case(All(), batches, optimizer=Both))[0].state
+    for states in run_threads(2, run):
+        for number, state in enumerate(states):
+            for name, value in state.items():
+                same(value, wanted[f"models.{number}.{name}"], f"model {number}, {name}", 0.0)
+    assert len(trainable(All())) == 2 * len(list(base.parameters()))
