@@ -38,6 +38,9 @@ class Home(Protocol):
     def after_write(self) -> None:
         """A parameter's slice was written: masters follow."""
 
+    def after_gradient_write(self) -> None:
+        """The gradient's slice was written: its norm is no longer known."""
+
     def gather_local(self, local: Tensor) -> Tensor:
         """(shape) from every rank's slice (collective)."""
 
@@ -53,6 +56,8 @@ class ShardedTensor(torch.Tensor):
 
     _local: Tensor  # (stop - start,)
     _home: Home
+    _of_parameter = False  # an alias of a parameter (p.data, p[0])
+    _of_gradient = False  # a gradient, or an alias of one
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: tuple[int, ...], home: Home, requires_grad: bool = False) -> ShardedTensor:
@@ -202,20 +207,28 @@ def _sharded_in(tree: Any) -> list[ShardedTensor]:
 
 
 def _begin_write(tensor: ShardedTensor) -> None:
-    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+    if isinstance(tensor, ShardedParameter) or tensor._of_parameter:
         tensor._home.before_write()
 
 
 def _end_write(tensor: ShardedTensor) -> None:
-    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+    if isinstance(tensor, ShardedParameter) or tensor._of_parameter:
         tensor._home.after_write()
+    elif tensor._of_gradient:
+        tensor._home.after_gradient_write()
+
+
+def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
+    """A write through an alias is a write to what it aliases."""
+    alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
+    alias._of_gradient = source._of_gradient
 
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     source = args[0]
     result = ShardedTensor(source._local, tuple(source.shape), source._home)
     # writes through `p.data` or `p.detach()` are writes to the parameter
-    result._of_parameter = isinstance(source, ShardedParameter) or getattr(source, "_of_parameter", False)  # type: ignore[attr-defined]
+    _inherit(result, source)
     return result
 
 
@@ -265,6 +278,9 @@ class RangeHome:
     def after_write(self) -> None:
         self.parent.after_write()
 
+    def after_gradient_write(self) -> None:
+        self.parent.after_gradient_write()
+
     def gather_local(self, local: Tensor) -> Tensor:
         return self.parent.gather_local(local)
 
@@ -281,7 +297,7 @@ def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) 
     home = RangeHome(source._home, name, start * row_numel, (stop - start) * row_numel)
     local = source._local[home.begin : home.begin + home.stop - home.start]
     view = ShardedTensor(local, shape, home)
-    view._of_parameter = isinstance(source, ShardedParameter) or getattr(source, "_of_parameter", False)  # type: ignore[attr-defined]
+    _inherit(view, source)
     return view
 
 

@@ -78,6 +78,9 @@ class ParamHome:
     def after_write(self) -> None:
         self.group.dirty.add(self.index)
 
+    def after_gradient_write(self) -> None:
+        self.group.grads.square_sum = None
+
     def gather_local(self, local: Tensor) -> Tensor:
         parts = gather_uneven(self.group.comm, local, f"full tensor of {self.name}")
         return torch.cat(parts)
@@ -142,7 +145,9 @@ class ParamGroup:
             slot = self.layout.slots[index]
             return self.grads.full[slot.offset : slot.stop].view(slot.shape)
         home = self.homes[index]
-        return home.wrap(home.cut(self.grads.shard))
+        gradient = home.wrap(home.cut(self.grads.shard))
+        gradient._of_gradient = True
+        return gradient
 
     def set_gradient(self, index: int, value: Tensor | None) -> None:
         """Assign a gradient (sharded alike, or whole) or drop it (None)."""
@@ -151,6 +156,7 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         piece = self.homes[index].cut(self.grads.shard)
+        self.grads.square_sum = None
         if value is None:
             piece.zero_()
         elif isinstance(value, ShardedTensor):

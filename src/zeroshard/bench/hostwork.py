@@ -24,7 +24,7 @@ from zeroshard.bench.team import one_thread_per_rank
 UNITS = 32
 OPTIMIZER_UNITS, OPTIMIZER_UNIT_PARAMETERS = 30, 10
 DIM = 32
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 
 Millis = dict[str, float]
 

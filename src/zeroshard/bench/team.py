@@ -19,7 +19,7 @@ from zeroshard.bench import worker
 from zeroshard.bench.plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
-ANSWER_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 600.0
 
 
 class TeamFailed(RuntimeError):

@@ -41,7 +41,12 @@ class Region:
 
 
 class Work:
-    """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten."""
+    """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten.
+
+    square_sum: of a reduction's result, where it was found on the way (the chunks were in cache), else None.
+    """
+
+    square_sum: float | None = None
 
     def wait(self) -> None:
         """Return when the result is in place (GPU: when the current stream is ordered after it)."""
@@ -105,9 +110,16 @@ class Comm(ABC):
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         """Every rank's payload, in rank order. Blocks; also a barrier."""
 
-    def to_host(self, values: Tensor) -> list[float]:
-        """A few numbers that steer the step, on the host: the only way in which the core reads what it computed."""
-        return values.tolist()
+    def square_sums(self, tensors: Sequence[Tensor]) -> float:
+        """The sum of all squares of 1-D tensors, on the host: the only way in which the core reads what it computed.
+
+        On the CPU the same dot products in the same order as `sum_in_rank_order`, so it does not matter which of the
+        two found a norm.
+        """
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return sum(square_sum(tensor) for tensor in tensors)
+        norms = [torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+        return float(torch.stack(norms).double().square().sum())
 
     def fence_write(self, synchronised: bool = False) -> None:
         """Before this rank writes its shards: no peer still reads them. synchronised: a barrier has just passed."""
@@ -125,24 +137,40 @@ class Comm(ABC):
         """Release the connections; the group can not be used afterwards."""
 
 
-def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> None:
-    """out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 parts: fp64), in chunks that stay in cache."""
+def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
+    """out = [out +] scale * (parts[0] + parts[1] + ...), in fp32 (fp64 parts: fp64), in chunks that stay in cache.
+
+    Returns the sum of out's squares where that is free (CPU, out not rounded), else None.
+    """
     numel = out.numel()
-    chunk = numel if out.device.type != "cpu" else min(CHUNK_NUMEL, numel)
+    on_host = out.device.type == "cpu"
+    chunk = min(CHUNK_NUMEL, numel) if on_host else numel
     # a part that lies in `out` itself must be read before it is written: the first two are, the others are not
     aliased = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
     direct = out.dtype == dtype and not accumulate and not aliased
     scratch = None if direct else torch.empty(chunk, dtype=dtype, device=out.device)
     cast = None if parts[0].dtype == dtype else torch.empty(chunk, dtype=dtype, device=out.device)
+    square_sum = 0.0 if on_host and out.dtype == dtype else None
     for begin in range(0, numel, max(chunk, 1)):
-        end = min(begin + chunk, numel)
-        total = out[begin:end] if scratch is None else scratch[: end - begin]
-        _sum_chunk([part[begin:end] for part in parts], total, None if cast is None else cast[: end - begin])
+        target = out[begin : begin + chunk]
+        total = target if scratch is None else scratch[: target.numel()]
+        _sum_chunk([part[begin : begin + chunk] for part in parts], total, None if cast is None else cast[: total.numel()])
         if scale != 1.0:
             total.mul_(scale)
         if scratch is not None:
-            out[begin:end].add_(total) if accumulate else out[begin:end].copy_(total)
+            target.add_(total) if accumulate else target.copy_(total)
+        if square_sum is not None:
+            square_sum += torch.dot(target, target).item()
+    return square_sum
+
+
+def square_sum(tensor: Tensor) -> float:
+    """Sum of squares of a 1-D CPU tensor: fp32 dot products of chunks, added in fp64."""
+    parts = tensor.split(CHUNK_NUMEL)
+    if tensor.dtype not in (torch.float32, torch.float64):
+        parts = tuple(part.float() for part in parts)
+    return sum((torch.dot(part, part).item() for part in parts), 0.0)
 
 
 def _sum_chunk(parts: list[Tensor], total: Tensor, cast: Tensor | None) -> None:

@@ -38,7 +38,7 @@ class _DistWork(Work):
                 work.wait()
         if self.then is not None:
             then, self.then = self.then, None
-            then()
+            self.square_sum = then()
 
     def drained(self) -> bool:
         return not self.works and self.then is None

@@ -31,7 +31,7 @@ _CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a dea
 class _Reduction(Work):
     """One reduction: ready when all ranks' sources are, drained when all ranks have summed."""
 
-    def __init__(self, comm: SharedComm, key: Hashable, label: str, compute: Callable[[], None]) -> None:
+    def __init__(self, comm: SharedComm, key: Hashable, label: str, compute: Callable[[], float | None]) -> None:
         self.comm, self.key, self.label, self.compute = comm, key, label, compute
         self.finished = False
         self.over = False  # drained, and forgotten by the comm
@@ -122,12 +122,12 @@ class SharedComm(Comm):
         self._turn[tag] += 1
         begin = self.rank * out.numel()
 
-        def compute() -> None:
+        def compute() -> float | None:
             parts = []
             for peer, number in sorted(self.arrived[key].items()):
                 region = source.siblings(number) if source.siblings is not None else source
                 parts.append(region.wholes[peer][begin : begin + out.numel()])
-            sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            return sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
 
         work = _Reduction(self, key, label, compute)
         self._open[key] = work
@@ -182,7 +182,7 @@ class SharedComm(Comm):
     def _sum_ready(self) -> None:
         for key in [key for key in self._open if len(self.arrived[key]) == self.world_size]:
             work = self._open.pop(key)
-            work.compute()
+            work.square_sum = work.compute()
             work.finished = True
             self.summed[key].add(self.rank)
             self._tell_all(("summed", key))

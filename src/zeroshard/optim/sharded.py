@@ -68,10 +68,10 @@ class OptimizerCore:
 
     def global_norm(self) -> float:
         """Norm of the unscaled mean gradient over all ranks (collective). Non-finite where any element is."""
-        groups = self.stepped_groups
-        squares = [torch.linalg.vector_norm(group.grads.shard, dtype=_norm_dtype(group)) for group in groups]
-        norms = self.comm.to_host(torch.stack([s.to(torch.float64) for s in squares])) if squares else []
-        mine = struct.pack("<dd", sum(norm * norm for norm in norms), self.runtime.weight)
+        sums = [(group.grads, group.grads.square_sum) for group in self.stepped_groups]
+        total = sum(known for _, known in sums if known is not None)
+        total += self.comm.square_sums([grads.shard for grads, known in sums if known is None])
+        mine = struct.pack("<dd", total, self.runtime.weight)
         everyone = [struct.unpack("<dd", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
         total, weight = (sum(column) for column in zip(*everyone, strict=True))
         self.divisor = self.runtime.scaler.scale if self.runtime.scaler is not None else 1.0
@@ -102,6 +102,7 @@ class OptimizerCore:
             return
         for group in self.stepped_groups:
             gradient_buffer(group, self.replicated).mul_(factor)
+            group.grads.square_sum = None
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -426,6 +427,3 @@ def _rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
 
-
-def _norm_dtype(group: ParamGroup) -> torch.dtype:
-    return torch.promote_types(group.grads.shard.dtype, torch.float32)
