@@ -67,6 +67,11 @@ def test_goals_say_met_missed_and_not_measured():
     assert verdicts["optimizer step and clipping / FSDP2"] == "not measured"
 
 
+def test_a_busy_machine_is_noticed():
+    # 2 ranks used 1 s of processor time each in a step of 2 s: each had half a core.
+    assert figures.core_share([outcome("ddp", [[2.0]], cpu_s=[2.0])], ranks=2) == 0.5
+
+
 def test_losses_that_differ_are_found():
     same, other = outcome("ddp", [[1.0]]), outcome("zs3", [[1.0]], losses=[2.0, 1.1])
     assert figures.losses_agree([same, outcome("fsdp2", [[1.0]])])

@@ -256,6 +256,72 @@ def test_gradients_that_stay_are_stepped_again(stage):
 
 
 @ALL_STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("write", ["scale", "zero", "assign", "through data", "foreach"])
+def test_gradients_changed_by_hand_are_what_is_measured_and_stepped(stage, precision, write):
+    """The norm is that of what is stepped, whether it was found on the way or not."""
+
+    def change(model):
+        grads = [p.grad for p in model.parameters()]
+        for p in model.parameters():
+            if write == "scale":
+                p.grad.mul_(0.5).add_(p.grad, alpha=3.0)
+            elif write == "zero":
+                p.grad.zero_()
+            elif write == "assign":
+                p.grad = p.grad * 4.0
+            elif write == "through data":
+                p.grad.data.mul_(8.0)
+        if write == "foreach":
+            torch._foreach_mul_(grads, 0.25)
+
+    def rank_run(rank):
+        model, optimizer = zs.shard(*_pair(copy.deepcopy(MODEL)), stage=stage, precision=precision)
+        for step in range(2):
+            backward(model, [DATA[step][0][rank]])
+            change(model)
+            expected = torch.cat([g.reshape(-1) for g in zs.full_gradients(model).values()]).double().norm().item()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.last_step.grad_norm == pytest.approx(expected, rel=1e-6)
+        weights = zs.full_state_dict(model, masters=True)
+        zs.close(model)
+        return weights
+
+    results = run_threads(WORLD, rank_run)
+    if precision == "fp32":
+        plain, optimizer = _pair(copy.deepcopy(MODEL))
+        for step in range(2):
+            backward(plain, DATA[step][0])
+            change(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+        for weights in results:
+            assert not differences(weights, plain.state_dict())
+
+
+@ALL_STAGES
+def test_gradients_made_without_a_backward_are_stepped(stage):
+    """Assigned to one parameter only, after a step that left others' gradients behind."""
+
+    def loop(model, optimizer, batch_of):
+        backward(model, batch_of(0))
+        optimizer.step()
+        optimizer.zero_grad()
+        weight = model.layers[0].weight
+        weight.grad = torch.full(tuple(weight.shape), 0.25)
+        optimizer.step()
+        if hasattr(optimizer, "last_step"):
+            assert optimizer.last_step.grad_norm == 0.25 * math.sqrt(weight.numel())
+
+    run_both(loop, stage)
+
+
+def _pair(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, OPTIMIZERS["adamw"](model.parameters())
+
+
+@ALL_STAGES
 def test_a_step_without_gradients_does_nothing_and_says_so(stage):
     def loop(model, optimizer, batch_of):
         for step in range(2):

@@ -346,7 +346,7 @@ def test_c09_frozen_and_checkpointed(mode, reentrant):
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}], ids=str)
 def test_c14_life_cycle_returns_to_the_start(options):
-    batches = normal_batches(2, 2, 4, 64)
+    batches = normal_batches(2, 2, 4, 128)
 
     def cycle(rank, models):
         model = models[rank]
@@ -365,7 +365,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
         tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
         return tensors, psutil.Process().memory_info().rss, psutil.Process().num_fds()
 
-    models = [seeded(Stack, dim=64) for _ in range(2)]
+    models = [seeded(Stack, dim=128) for _ in range(2)]  # 130,000 parameters: a leak of states would be 60 MB
     counts = []
     for number in range(20):
         run_threads(2, cycle, models)
@@ -375,7 +375,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
             counts.append(count())
     (tensors, rss, files), (tensors_after, rss_after, files_after) = counts
     assert tensors_after <= tensors and files_after == files
-    assert rss_after - rss < 8 << 20
+    assert rss_after - rss < 24 << 20  # threads leave malloc arenas behind
 
 
 def test_c14_closed_optimizers_and_models_do_not_keep_one_another_alive():

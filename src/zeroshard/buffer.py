@@ -76,7 +76,7 @@ class ParameterBuffer:
             self.full.untyped_storage().resize_(self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
             self._present = True
-        self.ledger.sent("gather", self.shard.nbytes * (self.comm.world_size - 1))
+        self.ledger.sent("gather", self.shard.nbytes * (self.comm.world_size - 1), self.label)
         return self.comm.gather(self.full, self.region, self.label)
 
     def release(self) -> None:
@@ -222,7 +222,7 @@ class GradientBuffer:
         self._release_hold()
         out, accumulate = (self._carry, True) if self._carry is not None else (self.shard, self.reduced)
         nbytes = self._send.tensor.nbytes // self.comm.world_size * (self.comm.world_size - 1)
-        self.ledger.sent("reduce", nbytes)
+        self.ledger.sent("reduce", nbytes, self.label)
         self._work = self.comm.reduce(
             self._send, out, scale=1.0 / self.comm.world_size, accumulate=accumulate, tag=self.tag, label=self.label
         )
@@ -247,7 +247,7 @@ class GradientBuffer:
     def gather(self) -> Work:
         """REPLICATED: fill `full` with the reduced shards of all ranks, after `finish` on all of them."""
         assert self.region is not None
-        self.ledger.sent("gather", self.shard.nbytes * (self.comm.world_size - 1))
+        self.ledger.sent("gather", self.shard.nbytes * (self.comm.world_size - 1), self.label)
         return self.comm.gather(self.region.tensor, self.region, self.label)
 
     def drop(self) -> None:

@@ -10,6 +10,7 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 
 from torch import nn
@@ -60,7 +61,7 @@ class Report:
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
         lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]
-        lines += [f"{kind}: {t.count} times, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
+        lines += [f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
         lines.append(
             f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
         )
@@ -88,7 +89,7 @@ def report(model: nn.Module) -> Report:
         formula=_formula(runtime, sharded=True),
         ddp=_formula(runtime, sharded=False),
         peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
-        communication={kind: Traffic(t.count, t.nbytes) for kind, t in ledger.traffic.items()},
+        communication={kind: Traffic(t.count, t.nbytes, Counter(t.units)) for kind, t in ledger.traffic.items()},
         steps=runtime.steps,
         theory_nbytes_per_step=theory_nbytes_per_step(runtime),
         measured_nbytes_per_step=sent // max(runtime.steps, 1),

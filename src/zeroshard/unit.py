@@ -155,16 +155,19 @@ class ParamGroup:
             if value is not None:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
-        piece = self.homes[index].cut(self.grads.shard)
-        self.grads.square_sum = None
+        home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
+        resting = grads.full if grads.replicated else grads.shard
+        if value is not None and not grads.reduced and not grads.holds:
+            resting.zero_()  # left by an earlier step: the other parameters have no gradient
+        place = resting[slot.offset : slot.stop] if grads.replicated else home.cut(resting)
+        grads.square_sum = None
         if value is None:
-            piece.zero_()
+            place.zero_()
         elif isinstance(value, ShardedTensor):
-            piece.copy_(value._local)
+            place.copy_(value._local)
         else:
-            home = self.homes[index]
-            piece.copy_(value.reshape(-1)[home.start : home.stop])
-        self.grads.reduced = self.grads.reduced or value is not None
+            place.copy_(value.reshape(-1) if grads.replicated else value.reshape(-1)[home.start : home.stop])
+        grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
 
 

@@ -16,6 +16,7 @@ from zeroshard.bench.race import Outcome
 # 1e-7, bf16 ones by 4e-5 (autocast); a race that mixed up gradient buffers now and then, found by this check,
 # gave 1e-4 to 7e-4.
 LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}
+BUSY_CORE_SHARE = 0.85  # below, timings of the default model are not to be trusted
 LOSS_REFERENCES = ("ddp", "fsdp2")
 
 
@@ -54,6 +55,15 @@ def spread(values: list[float]) -> Spread:
 def step_spread(outcome: Outcome) -> Spread:
     """Seconds per step over all rounds."""
     return spread([t for turn in outcome.rounds_step_s for t in turn])
+
+
+def core_share(outcomes: list[Outcome], ranks: int) -> float | None:
+    """Share of a core that a rank got while it stepped, of the contender that got most (waiting counts as none).
+
+    Near 1 on a quiet machine with a core per rank; clearly less means that other programs ran.
+    """
+    shares = [spread(o.cpu_s).median / (ranks * step_spread(o).median) for o in by_name(outcomes).values()]
+    return max(shares, default=None)
 
 
 def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:

@@ -2,8 +2,8 @@
 
 results.json (schema 1): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
-losses; `host_work`; `gpu` (the same as `contenders`, or why there is none); `goals`. What was not measured is
-null, never a guess.
+losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `host_work`; `gpu` (the same
+as `contenders`, or why there is none); `goals`. What was not measured is null, never a guess.
 """
 
 from __future__ import annotations
@@ -155,8 +155,14 @@ def _print_goals(results: Results, console: Console) -> None:
         verdict = f"[{colours[goal.verdict]}]{goal.verdict}[/]"
         table.add_row(goal.text, _number(goal.value, "{:.3f}"), f"{goal.limit:.2f}", verdict)
     console.print(table)
-    if results.outcomes and (results.workload.shape, results.workload.ranks) != (ModelShape(), 2):
+    if not results.outcomes:
+        return
+    share = figures.core_share(results.outcomes, results.workload.ranks)
+    if (results.workload.shape, results.workload.ranks) != (ModelShape(), 2):
         console.print("The goals are set for the default model on 2 ranks; this run had others.", style="yellow")
+    elif share is not None and share < figures.BUSY_CORE_SHARE:
+        text = f"The machine was busy: a rank got {share:.0%} of a core at most. Do not trust step times; run again."
+        console.print(text, style="bold yellow")
 
 
 def _table(title: str) -> Table:
@@ -174,6 +180,7 @@ def write_json(results: Results, path: Path) -> None:
         "workload": dataclasses.asdict(results.workload),
         "rounds": dataclasses.asdict(results.rounds),
         "contenders": {o.contender.name: _entry(o, results.outcomes) for o in results.outcomes},
+        "core_share": figures.core_share(results.outcomes, results.workload.ranks),
         "losses_agree": figures.losses_agree(results.outcomes),
         "host_work": _host_entry(results.host),
         "gpu": results.gpu_skipped

@@ -72,6 +72,7 @@ class Comm(ABC):
     device: torch.device
     ordered: bool = False
     shares_memory: bool = False  # peers read regions: allocation is collective
+    waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
 
     _serial = 0

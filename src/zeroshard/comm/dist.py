@@ -12,6 +12,9 @@ from __future__ import annotations
 import datetime
 import struct
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,28 +23,64 @@ from torch import Tensor
 from .. import compat
 from ..errors import CollectiveMismatch, PeerFailed, StallError
 from .base import Comm, Region, Work, sum_in_rank_order
+from .streams import Streams, streams_for
 
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 _FAILED = "zeroshard/failed/{}"
 
 
 class _DistWork(Work):
-    """c10d works, then an optional local computation on their result."""
+    """c10d works (their tensors are kept alive until they are waited for)."""
 
-    def __init__(self, comm: DistComm, works: list, label: str, then=None) -> None:
-        self.comm, self.works, self.label, self.then = comm, works, label, then
+    def __init__(self, comm: DistComm, works: list, label: str) -> None:
+        self.comm, self.works, self.label = comm, works, label
 
     def wait(self) -> None:
         works, self.works = self.works, []
         with self.comm.explained(self.label):
             for work in works:
                 work.wait()
-        if self.then is not None:
-            then, self.then = self.then, None
-            self.square_sum = then()
 
     def drained(self) -> bool:
-        return not self.works and self.then is None
+        return not self.works
+
+
+class _Sum(_DistWork):
+    """c10d works that bring every rank's slice, then the sum of the slices."""
+
+    def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], float | None]) -> None:
+        super().__init__(comm, works, label)
+        self.compute = compute
+        self.ticket: Any = None
+        self.transfer: Future | None = None
+        if comm.ordered:  # these wait on streams, not on the host: the sum can be put in line at once
+            self.square_sum, self.ticket = comm.streams.run_beside(self._transfer_and_sum)
+        else:  # gloo's works can not be asked whether they are done: a thread waits for them
+            self.transfer = comm.waiter.submit(_wait_all, works)
+
+    def _transfer_and_sum(self) -> float | None:
+        super().wait()
+        return self.compute()
+
+    def wait(self) -> None:
+        if self.transfer is not None:
+            transfer, self.transfer = self.transfer, None
+            with self.comm.explained(self.label):
+                transfer.result()
+            self.square_sum = self.compute()
+        if self.ticket is not None:
+            self.comm.streams.join(self.ticket)
+            self.ticket = None
+
+    def drained(self) -> bool:
+        if self.transfer is not None and self.transfer.done():
+            self.wait()
+        return self.transfer is None and self.ticket is None
+
+
+def _wait_all(works: list) -> None:
+    for work in works:
+        work.wait()
 
 
 class _Explained:
@@ -71,17 +110,24 @@ class _Explained:
 class DistComm(Comm):
     """A torch.distributed group (gloo or nccl)."""
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
+        ordered: bool | None = None, streams: Streams | None = None,
+    ) -> None:  # fmt: skip
+        """ordered, streams: default to what the backend and the device need; tests give others."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
         self.backend = dist.get_backend(group)
-        self.ordered = self.backend != "gloo"
+        self.ordered = self.backend != "gloo" if ordered is None else ordered
+        self.waits_on_host = self.backend == "gloo"
+        self.streams = streams or streams_for(device)
+        self.waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroshard-gloo")
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         timeout = datetime.timedelta(seconds=stall_timeout_s)
         # a group of its own: its messages never mix with those of the user's collectives
         self._control = dist.new_group(self._ranks, timeout=timeout, backend="gloo")
-        self._data = dist.new_group(self._ranks, timeout=timeout, backend="gloo") if not self.ordered else group
+        self._data = dist.new_group(self._ranks, timeout=timeout, backend="gloo") if self.backend == "gloo" else group
 
     def gather(self, full: Tensor, source: Region, label: str) -> Work:
         mine = source.shards[self.rank]
@@ -104,15 +150,14 @@ class DistComm(Comm):
         with self.explained(label):
             if self.ordered:
                 works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
+                received.record_stream(self.streams.side) if received.is_cuda else None
                 parts = list(received.unbind(0))
             else:
                 number = tag + 1  # 0 is for gathers
                 works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
-        return _DistWork(
-            self, works, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-        )
+        return _Sum(self, works, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate))
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]

@@ -6,8 +6,8 @@ reading, not an estimate. Sizes are bytes per rank.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -20,10 +20,11 @@ PARTIAL = "partial gradients"
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, and bytes that one rank sent."""
+    """Totals of one kind of collective: calls, bytes that one rank sent, and calls by unit."""
 
     count: int = 0
     nbytes: int = 0
+    units: Counter[str] = field(default_factory=Counter)
 
 
 class Ledger:
@@ -46,8 +47,9 @@ class Ledger:
         self.now[category] -= nbytes
         assert self.now[category] >= 0, f"ledger: {category} fell below zero"
 
-    def sent(self, kind: str, nbytes: int) -> None:
-        """Count one collective of which this rank sent `nbytes`."""
+    def sent(self, kind: str, nbytes: int, unit: str) -> None:
+        """Count one collective of a unit, of which this rank sent `nbytes`."""
         entry = self.traffic[kind]
+        entry.units[unit] += 1
         entry.count += 1
         entry.nbytes += nbytes

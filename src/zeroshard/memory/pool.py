@@ -69,8 +69,8 @@ class StagingPool:
                 if buffer.work is None or buffer.work.drained():
                     return number
                 waiting = number if waiting is None else waiting
-            if waiting is not None and not self.comm.shares_memory:
-                return waiting  # `take` waits for it: the peers serve it without this rank's help
+            if waiting is not None and not self.comm.waits_on_host:
+                return waiting  # `take` orders the streams; the host, which peers may need, goes on
             if waiting is None or time.monotonic() > deadline:
                 return self._further()
             self.comm.poll()
