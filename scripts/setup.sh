@@ -29,17 +29,7 @@ find_python() {
 make_venv() {
     local python=$1 venv=$2
     if "$python" -m venv "$venv" >/dev/null 2>&1; then return; fi
-    # Debian and Ubuntu ship Python without ensurepip: take pip from its own site.
-    say "python3-venv is not installed; fetching pip itself"
-    rm -rf "$venv"
-    "$python" -m venv --without-pip "$venv" || fail "cannot create $venv; install python3-venv"
-    "$venv/bin/python" - <<'PY' || fail "cannot fetch pip; install python3-venv (Debian: apt install python3-venv)"
-import subprocess, sys, tempfile, urllib.request
-with tempfile.NamedTemporaryFile(suffix=".py") as file:
-    file.write(urllib.request.urlopen("https://bootstrap.pypa.io/get-pip.py", timeout=60).read())
-    file.flush()
-    sys.exit(subprocess.call([sys.executable, file.name, "--quiet"]))
-PY
+    fail "cannot create $venv: install Python's venv module (Debian, Ubuntu: apt install python3-venv)"
 }
 
 pip_install() {

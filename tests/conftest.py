@@ -5,16 +5,24 @@ and `run_threads` wait). One that cannot even be interrupted, because it hangs i
 (faulthandler). Limits: 60 s, 240 s for tests that start processes, or `@pytest.mark.limit(seconds)`.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
-import sys
 import threading
 
 import pytest
 import torch
 
+class TestExpired(BaseException):
+    """The limit of a test has passed. No Exception: neither the test nor hypothesis shall take it for one of theirs."""
+
+    __test__ = False
+
+
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
+
+STDERR = pytest.StashKey()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
@@ -22,6 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 def pytest_configure(config):
     config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
     torch.set_num_threads(1)  # ranks share the cores
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
+        config.stash[STDERR] = os.fdopen(os.dup(2), "w")  # the real one: a run that is ended shows nothing else
     try:
         from hypothesis import settings
     except ImportError:
@@ -53,12 +64,12 @@ def pytest_runtest_call(item):
     limit_s = _limit_of(item)
 
     def expire(signum, frame):
-        faulthandler.dump_traceback(file=sys.__stderr__)
-        raise TimeoutError(f"{item.nodeid}: not finished after {limit_s:.0f} s")
+        faulthandler.dump_traceback(file=item.config.stash[STDERR])
+        raise TestExpired(f"{item.nodeid}: not finished after {limit_s:.0f} s")
 
     previous = signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
-    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True, file=item.config.stash[STDERR])
     try:
         return (yield)
     finally:

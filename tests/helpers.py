@@ -199,8 +199,23 @@ def train(rank: int, task: Task, **options: object) -> Outcome:
     return out
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """Where the reference rounds. send: gradients on their way (None: as the parameter); rest: reduced gradients."""
+
+    send: torch.dtype | None = None
+    rest: torch.dtype = torch.float32
+    masters: bool = True  # fp32 masters for low precision
+    prepare: Callable[[nn.Module], None] = lambda model: None  # changes the low-precision model, e.g. some dtypes
+
+
 def reference(
-    task: Task, world_size: int, precision: str = "fp32", coefficients: list[float] | None = None, scale: float = 1.0
+    task: Task,
+    world_size: int,
+    precision: str = "fp32",
+    coefficients: list[float] | None = None,
+    scale: float = 1.0,
+    rounding: Rounding = Rounding(),
 ) -> Outcome:
     """The same run in plain torch on one process.
 
@@ -211,23 +226,24 @@ def reference(
     model = copy.deepcopy(task.model)
     masters = copy.deepcopy(model)
     model.to(DTYPES[precision])
+    rounding.prepare(model)
+    masters = masters if rounding.masters else model
     optimizer = task.make_optimizer(masters)
     scheduler = task.scheduler(optimizer) if task.scheduler else None
     pairs = dict(zip(masters.parameters(), model.parameters(), strict=True))
     out = Outcome()
     for step, micros in enumerate(task.data):
-        total = _step_gradients(model, micros, world_size, task.local_sums, scale, out.losses)
-        for master, param in pairs.items():
-            master.grad = total.get(param)
-        norm = _norm(masters) / scale
+        total = _step_gradients(model, micros, world_size, task.local_sums, scale, out.losses, rounding)
+        norm = _norm(total) / scale
         limit = task.clip.get(step)
         factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         factor = coefficients[step] if coefficients is not None else factor
-        for master in masters.parameters():
-            if master.grad is not None and factor / scale != 1.0:
-                master.grad.mul_(factor / scale)
+        if factor / scale != 1.0:
+            total = {param: grad * (factor / scale) for param, grad in total.items()}
+        for master, param in pairs.items():
+            master.grad = total[param].to(master.dtype) if param in total else None
         optimizer.step()
-        out.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in masters.named_parameters()})
+        out.gradients.append({name: total.get(pairs[master]) for name, master in masters.named_parameters()})
         out.norms.append(norm)
         out.coefficients.append(factor)
         if scheduler is not None:
@@ -235,31 +251,29 @@ def reference(
         optimizer.zero_grad()
         with torch.no_grad():
             for master, param in pairs.items():
-                param.copy_(master)
+                param.copy_(master) if param is not master else None
     out.weights = {n: t.detach().clone() for n, t in masters.state_dict().items()}
     out.states = {name: dict(optimizer.state.get(p, {})) for name, p in masters.named_parameters()}
     return out
 
 
-def _norm(model: nn.Module) -> float:
-    squares = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-    return float(sum(squares)) ** 0.5
+def _norm(grads: dict[Tensor, Tensor]) -> float:
+    return float(sum(grad.double().square().sum() for grad in grads.values())) ** 0.5
 
 
 def _step_gradients(
-    model: nn.Module, micros: list, world_size: int, local_sums: bool, scale: float, losses: list[float]
+    model: nn.Module, micros: list, world_size: int, local_sums: bool, scale: float, losses: list, rounding: Rounding
 ) -> dict[Tensor, Tensor]:
     """Gradient of one step by parameter, fp32: the mean over ranks, summed over micro-batches."""
     grads = [[_backward(model, micro[rank], scale, losses) for rank in range(world_size)] for micro in micros]
-    if local_sums:
-        # each rank's own sum in fp32, sent in the dtype of the parameter
-        sums = [_add_up([micro[rank] for micro in grads]) for rank in range(world_size)]
-        return _mean([{p: g.to(p.dtype).float() for p, g in s.items()} for s in sums], world_size)
-    return _add_up([_mean(ranks, world_size) for ranks in grads])
+    if local_sums:  # each rank's own sum in the resting dtype, then sent
+        grads = [[_add_up([micro[rank] for micro in grads], rounding.rest) for rank in range(world_size)]]
+    sent = [[{p: _rounded(g, rounding.send or p.dtype) for p, g in rank.items()} for rank in micro] for micro in grads]
+    return _add_up([_mean(ranks, world_size) for ranks in sent], rounding.rest)
 
 
 def _backward(model: nn.Module, batch: tuple, scale: float, losses: list[float]) -> dict[Tensor, Tensor]:
-    dtype = next(model.parameters()).dtype
+    dtype = next(p.dtype for p in model.parameters())
     batch = tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in batch)
     loss = model(*batch)
     losses.append(loss.item())
@@ -269,11 +283,16 @@ def _backward(model: nn.Module, batch: tuple, scale: float, losses: list[float])
     return grads
 
 
-def _add_up(parts: list[dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
+def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype).float()
+
+
+def _add_up(parts: list[dict[Tensor, Tensor]], rest: torch.dtype = torch.float32) -> dict[Tensor, Tensor]:
+    """Sums in fp32, each of them rounded to the dtype in which they rest."""
     total: dict[Tensor, Tensor] = {}
     for part in parts:
         for param, grad in part.items():
-            total[param] = total[param] + grad if param in total else grad
+            total[param] = _rounded(total[param] + grad if param in total else grad, rest)
     return total
 
 

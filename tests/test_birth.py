@@ -6,6 +6,7 @@ Ranks run one after another over FakeComm where the values are random, since thr
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_built_on_meta_equals_one_process_bit_for_bit(build):
 @pytest.mark.parametrize("build", [Stack, Language], **named)
 def test_born_sharded_models_train_like_others(options, build):
     """Constant values here (threads share the generator): the cut at birth and that of the units differ."""
-    batches = normal_batches(2, 2, 4, 7)
+    batches, lock = normal_batches(2, 2, 4, 7), threading.Lock()
 
     def fill(model):
         with torch.no_grad():
@@ -115,7 +116,7 @@ def test_born_sharded_models_train_like_others(options, build):
 
     def run(rank, born):
         if born:
-            with zs.init(**options):
+            with lock, zs.init(**options):  # torch's registration hooks are the process's, not the thread's
                 model = fill(build())
         else:
             model = fill(build())
@@ -268,6 +269,32 @@ def test_b10_weights_that_do_not_fit_are_refused_before_anything_changes(tmp_pat
 
     models = [seeded(Stack) for _ in range(2)]
     run_threads(2, run)
+
+
+def test_a_buffer_that_is_initialised_leaves_streamed_weights_alone(tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.own = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+            self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+        def reset_parameters(self):
+            self.own.fill_(1.0)
+            self.table.copy_(torch.arange(3.0))
+
+    base = seeded(Net)
+    base.own.data.fill_(7.0)
+    folder = stored(tmp_path, base)
+    metas = [on_meta(Net) for _ in range(2)]
+
+    def run(rank):
+        model, _ = zs.shard(metas[rank], None, weights=folder, stage=3)
+        return zs.full_state_dict(model), model.table.tolist()
+
+    for state, table in run_threads(2, run):
+        assert table == [0, 1, 2]
+        for name, value in base.state_dict().items():
+            same(state[name], value, name, 0.0)
 
 
 def test_reset_parameters_after_sharding_acts_on_the_logical_tensors():

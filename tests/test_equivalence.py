@@ -55,7 +55,7 @@ def batches(micro: int, world_size: int) -> list:
 
 
 def cells(precision: str) -> list[Cell]:
-    """All of them; below fp32, three micro-batches with overlap only (what is new there is where values are rounded)."""
+    """All of them; below fp32, several micro-batches with overlap only (what is new there is where values are rounded)."""
     placements = [(0, True), (1, True), (2, True), (3, True), (3, False)]
     modes = [(1, False), (2, False), (2, True), (3, False), (3, True)]
     return [
@@ -63,7 +63,7 @@ def cells(precision: str) -> list[Cell]:
         for (stage, mapped), (micro, local), units, overlap in itertools.product(
             placements, modes, ("leaf", "auto", "model"), (True, False)
         )
-        if precision == "fp32" or overlap or micro < 3
+        if precision == "fp32" or overlap or micro == 1
     ]
 
 
@@ -90,6 +90,7 @@ def check(chosen: list[Cell], outcomes: list[list[Outcome]], world_size: int, pr
             assert tuple(got.norms) == first, f"{where} norms differ between placements of the same units"
 
 
+@pytest.mark.limit(150)  # 25 s on a machine with three times as many processes as cores
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_every_combination_equals_one_process(precision: str, world_size: int) -> None:
@@ -97,5 +98,5 @@ def test_every_combination_equals_one_process(precision: str, world_size: int) -
     options = {"precision": precision}
     if precision == "fp16":
         options["loss_scale"] = SCALE["fp16"]
-    outcomes = run_threads(world_size, lambda rank: run_cells(rank, chosen, world_size, **options), timeout_s=50)
+    outcomes = run_threads(world_size, lambda rank: run_cells(rank, chosen, world_size, **options), timeout_s=140)
     check(chosen, outcomes, world_size, precision)

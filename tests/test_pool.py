@@ -15,6 +15,14 @@ from zeroshard.memory.pool import StagingPool
 NBYTES, COUNT, LIMIT = 256, 2, 5
 
 
+@pytest.fixture(autouse=True, scope="module")
+def impatient():
+    """Readers end only when a test says so: do not wait seconds for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zeroshard.memory.pool._LONGEST_S", 0.005)
+        yield
+
+
 class Reading(Work):
     """A reduction that reads its source until somebody drains it (or `end` is called)."""
 

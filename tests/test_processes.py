@@ -1,15 +1,18 @@
 """Real processes over gloo: equality to the reference, and every failure ends on every rank, in time, with a sentence.
 
-Each group of scenarios shares one pair of processes where it can, since starting them costs more than running.
+Starting processes costs more than all that they do here. So one pair (and one triple) of ranks is started; for each
+scenario every rank forks a child, which forms a process group of its own and lives and dies as a rank would.
 """
 
 from __future__ import annotations
 
-import copy
 import os
+import pickle
 import signal
 import sys
 import time
+import traceback
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,12 +20,77 @@ import torch.distributed as dist
 from zoo import Case, Language, MixtureOfExperts, Stack, adamw, compare, normal_batches, reference, seeded, sharded, square, token_batches
 
 import zeroshard as zs
-from zeroshard.launch import ProcessesFailed, run_processes
+from zeroshard.launch import free_port, run_processes
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
+LIMIT_S = 40.0  # for one scenario
 
 
-def cases(world):
+class Outcome(NamedTuple):
+    """How one rank of a scenario ended."""
+
+    exitcode: int  # negative: a signal; LIMIT: it hung
+    value: Any
+    text: str  # the traceback, or ""
+    seconds: float
+
+
+def _run_forked(rank: int, world: int, ports: dict[str, int]) -> dict[str, Outcome]:
+    """Every scenario in a child of its own; name -> how it ended."""
+    adamw([torch.zeros(1, requires_grad=True)])  # torch imports half of itself here: once, not in each child
+    return {name: _fork(name, port, rank, world) for name, port in ports.items()}
+
+
+def _fork(name: str, port: int, rank: int, world: int) -> Outcome:
+    os.environ["MASTER_PORT"] = str(port)
+    reader, writer = os.pipe()
+    started = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _live(name, rank, world, writer)
+    os.close(writer)
+    os.set_blocking(reader, False)
+    data, status = b"", None
+    while status is None or (part and part != b""):
+        try:
+            part = os.read(reader, 1 << 20)
+        except BlockingIOError:
+            part = None
+        data += part or b""
+        if status is None:
+            pid, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if pid else None
+        if status is None and time.monotonic() - started > LIMIT_S:
+            os.kill(child, signal.SIGKILL)
+        if not part:
+            time.sleep(0.01)
+    os.close(reader)
+    value, text = pickle.loads(data) if data else (None, "")
+    return Outcome(status, value, text, time.monotonic() - started)
+
+
+def _live(name: str, rank: int, world: int, writer: int) -> None:
+    """The child: an uncaught exception goes through sys.excepthook, as in a script."""
+    code, answer = 0, (None, "")
+    try:
+        torch.set_num_threads(1)
+        answer = (SCENARIOS[name](rank, world), "")
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException as error:
+        code, answer = 1, (None, traceback.format_exc())
+        sys.excepthook(type(error), error, error.__traceback__)
+    data = pickle.dumps(answer)
+    while data:
+        data = data[os.write(writer, data) :]
+    os._exit(code)
+
+
+# -- scenarios ---------------------------------------------------------------------------------------------------
+
+
+def cases(world: int) -> dict[str, Case]:
     return {
         "language": Case(seeded(Language, tied=True), token_batches(2, world, 17, 2, 5)),
         "experts": Case(seeded(MixtureOfExperts), normal_batches(4, world, 3, 6), square),
@@ -30,40 +98,26 @@ def cases(world):
     }
 
 
-def _start(rank, world):
-    torch.set_num_threads(1)
+def train_all(comm: str):
+    def run(rank: int, world: int):
+        dist.init_process_group("gloo")
+        traces = {}
+        for name, case in cases(world).items():
+            # at stage 3 every rank must send its part of a unit, so ranks that use different experts need shared memory
+            for stage in range(3 if (name, comm) == ("experts", "dist") else 4):
+                for mapped in (True, False) if stage == 3 and comm == "shared" else (True,):
+                    trace = sharded(case, rank, stage=stage, map_shared=mapped, comm=comm)
+                    trace.notes = None
+                    traces[name, stage, mapped] = pickle.dumps(trace)
+        dist.destroy_process_group()
+        return traces
+
+    return run
+
+
+def born_sharded(rank: int, world: int):
+    """Random initialisation with rejection loops: processes have generators of their own."""
     dist.init_process_group("gloo")
-
-
-def _train_everything(rank, world, comm):
-    _start(rank, world)
-    traces = {}
-    for name, case in cases(world).items():
-        for stage in range(4):
-            for mapped in (True, False) if stage == 3 and comm == "shared" else (True,):
-                trace = sharded(case, rank, stage=stage, map_shared=mapped, comm=comm)
-                trace.notes = None
-                traces[name, stage, mapped] = trace
-    dist.destroy_process_group()
-    return traces
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("comm", ["shared", "dist"])
-def test_processes_equal_the_reference_at_every_stage(world, comm):
-    results = run_processes(_train_everything, world, comm, timeout_s=90)
-    for name, case in cases(world).items():
-        wanted = reference(case)
-        for rank, traces in enumerate(results):
-            mine = {key: trace for key, trace in traces.items() if key[0] == name}
-            assert len(mine) == (5 if comm == "shared" else 4)
-            for trace in mine.values():
-                compare(trace, wanted[rank], 0.0)
-
-
-def _born_sharded(rank, world):
-    """Random initialisation with a rejection loop, in processes that have generators of their own."""
-    _start(rank, world)
     with zs.init(stage=3):
         model = seeded(Language)
         torch.manual_seed(3)
@@ -71,147 +125,166 @@ def _born_sharded(rank, world):
     zs.shard(model, None, stage=3)
     torch.manual_seed(4)
     torch.nn.init.trunc_normal_(model.embedding.weight, std=1.0, a=-1.0, b=1.0)
-    return zs.full_state_dict(model)
+    return {name: value.numpy() for name, value in zs.full_state_dict(model).items()}
 
 
-def test_b16_born_sharded_in_processes_equals_one_process():
+def fault(comm: str, kind: str):
+    """Rank 1 does something at step 2; the others go on until they notice."""
+
+    def empty(module, args):
+        raise ValueError("the batch of rank 1 is empty")
+
+    def run(rank: int, world: int):
+        dist.init_process_group("gloo")
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), comm=comm, stage=3, stall_timeout_s=5.0)
+        for step in range(10**6):
+            if rank == 1 and step == 2:
+                if kind == "raise":
+                    model.blocks[1].register_forward_pre_hook(empty)
+                elif kind == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif kind == "exit":
+                    sys.exit(3)
+                elif kind == "exit well":
+                    sys.exit(0)
+                elif kind == "extra":
+                    zs.full_optimizer_state(model)
+                elif kind == "leave":
+                    time.sleep(9)
+                    return
+            square(model, (torch.ones(2, 7),)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def no_process_group(rank: int, world: int):
+    model = seeded(Stack)
+    try:
+        zs.shard(model, adamw(model.parameters()), stage=2)
+    except zs.ConfigError as error:
+        return str(error), any(hasattr(p, "_home") for p in model.parameters())
+
+
+def different(kind: str):
+    def run(rank: int, world: int):
+        dist.init_process_group("gloo")
+        model = seeded(Stack, blocks=3 + (kind == "layer" and rank))
+        if kind == "dtype" and rank == 1:
+            model.blocks[1].up.bfloat16()
+        types = [type(p) for p in model.parameters()]
+        try:
+            zs.shard(model, adamw(model.parameters()), stage=2 + (kind == "stage" and rank))
+        except zs.ModelMismatch as error:
+            return str(error), types == [type(p) for p in model.parameters()]
+
+    return run
+
+
+COMMS = ("shared", "dist")
+FAULTS = ("raise", "kill", "exit", "exit well", "extra")
+SCENARIOS = {f"train {comm}": train_all(comm) for comm in COMMS}
+SCENARIOS |= {f"{kind} {comm}": fault(comm, kind) for comm in COMMS for kind in FAULTS}
+SCENARIOS |= {"leave shared": fault("shared", "leave"), "born": born_sharded, "no group": no_process_group}
+SCENARIOS |= {f"different {kind}": different(kind) for kind in ("layer", "dtype", "stage")}
+THREE = ("train shared", "train dist", "raise shared", "raise dist")
+
+
+def start(world: int, names) -> list[dict[str, Outcome]]:
+    return run_processes(_run_forked, world, {name: free_port() for name in names}, timeout_s=220)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return start(2, SCENARIOS)
+
+
+@pytest.fixture(scope="module")
+def triple():
+    return start(3, THREE)
+
+
+# -- tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_equal_the_reference_at_every_stage(request, world, comm):
+    ranks = request.getfixturevalue("pair" if world == 2 else "triple")
+    outcomes = [rank[f"train {comm}"] for rank in ranks]
+    assert [o.exitcode for o in outcomes] == [0] * world, outcomes
+    for name, case in cases(world).items():
+        wanted = reference(case)
+        for rank, outcome in enumerate(outcomes):
+            mine = {key: pickle.loads(trace) for key, trace in outcome.value.items() if key[0] == name}
+            assert len(mine) == (5 if comm == "shared" else 3 if name == "experts" else 4)
+            for trace in mine.values():
+                compare(trace, wanted[rank], 0.0)
+
+
+def test_b16_born_sharded_in_processes_equals_one_process(pair):
     base = seeded(Language)
     torch.manual_seed(3)
     torch.nn.init.trunc_normal_(base.head.weight, std=1.0, a=-1.0, b=1.0)
     torch.manual_seed(4)
     torch.nn.init.trunc_normal_(base.embedding.weight, std=1.0, a=-1.0, b=1.0)
-    for state in run_processes(_born_sharded, 2):
+    for rank in pair:
+        assert rank["born"].exitcode == 0, rank["born"].text
         for name, value in base.state_dict().items():
-            assert torch.equal(state[name], value), name
+            assert torch.equal(torch.from_numpy(rank["born"].value[name]), value), name
 
 
-# -- failures ----------------------------------------------------------------------------------------------------
-
-
-def _sharded_stack(comm, **options):
-    model = seeded(Stack)
-    return zs.shard(model, adamw(model.parameters()), comm=comm, **{"stage": 3, "stall_timeout_s": 10.0} | options)
-
-
-def _train(model, optimizer, rank, steps=10**6, before=lambda step: None):
-    for step in range(steps):
-        before(step)
-        square(model, (torch.ones(2, 7),)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _fail(rank, world, comm, fault):
-    """What one rank does wrong at step 2; the others go on until they notice."""
-    _start(rank, world)
-    model, optimizer = _sharded_stack(comm)
-
-    def hook(module, args):
-        raise ValueError("the batch of rank 1 is empty")
-
-    def before(step):
-        if rank != 1 or step != 2:
-            return
-        if fault == "raise":
-            model.blocks[1].register_forward_pre_hook(hook)
-        elif fault == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault == "exit":
-            sys.exit(3)
-        elif fault == "exit well":
-            sys.exit(0)
-        elif fault == "extra":
-            zs.full_state_dict(model)
-        elif fault == "leave":
-            raise StopIteration
-
-    try:
-        _train(model, optimizer, rank, before=before)
-    except StopIteration:
-        time.sleep(40)
-
-
-def _outcome(comm, fault, world=2):
-    started = time.monotonic()
-    results = run_processes(_fail, world, comm, fault, timeout_s=60, grace_s=30, check=False)
-    return results, time.monotonic() - started
-
-
-@pytest.mark.parametrize("comm", ["shared", "dist"])
-def test_b04_an_exception_on_one_rank_reaches_the_others_with_its_traceback(comm):
-    results, seconds = _outcome(comm, "raise", 3)
-    assert seconds < 30 and all(r.exitcode != 0 for r in results), results
-    assert "ValueError: the batch of rank 1 is empty" in results[1].error
+@pytest.mark.parametrize("comm", COMMS)
+def test_b04_an_exception_on_one_rank_reaches_the_others_with_its_traceback(triple, comm):
+    outcomes = [rank[f"raise {comm}"] for rank in triple]
+    assert all(o.exitcode == 1 and o.seconds < 25 for o in outcomes), outcomes
+    assert "ValueError: the batch of rank 1 is empty" in outcomes[1].text
     for rank in (0, 2):
-        assert "PeerFailed: rank 1 failed" in results[rank].error
-        assert "ValueError: the batch of rank 1 is empty" in results[rank].error, "the traceback of the peer"
+        assert "PeerFailed: rank 1 failed" in outcomes[rank].text
+        assert "ValueError: the batch of rank 1 is empty" in outcomes[rank].text
 
 
-@pytest.mark.parametrize("comm", ["shared", "dist"])
-@pytest.mark.parametrize("fault", ["kill", "exit", "exit well"])
-def test_b05_a_lost_rank_ends_the_others_within_seconds(comm, fault):
-    results, seconds = _outcome(comm, fault)
-    assert seconds < 25
-    assert results[0].exitcode != 0 and "PeerFailed: rank 1 failed" in results[0].error.replace("rank -1", "rank 1")
-    assert results[1].exitcode == {"kill": -signal.SIGKILL, "exit": 3, "exit well": 0}[fault]
+@pytest.mark.parametrize("comm", COMMS)
+@pytest.mark.parametrize("kind", ["kill", "exit", "exit well"])
+def test_b05_a_lost_rank_ends_the_others_within_seconds(pair, comm, kind):
+    survivor, lost = (rank[f"{kind} {comm}"] for rank in pair)
+    assert lost.exitcode == {"kill": -signal.SIGKILL, "exit": 3, "exit well": 0}[kind]
+    assert survivor.exitcode == 1 and survivor.seconds < 20, survivor
+    assert "PeerFailed" in survivor.text, survivor.text
+    if comm == "shared":
+        assert "rank 1 failed" in survivor.text
 
 
-@pytest.mark.parametrize("comm", ["shared", "dist"])
-def test_b01_an_extra_collective_on_one_rank_names_the_ranks(comm):
-    results, seconds = _outcome(comm, "extra")
-    assert seconds < 40
-    for result in results:
-        assert result.exitcode != 0
-        assert any(kind in result.error for kind in ("CollectiveMismatch", "StallError", "PeerFailed")), result.error
-    text = results[0].error + results[1].error
+@pytest.mark.parametrize("comm", COMMS)
+def test_b01_an_extra_collective_on_one_rank_names_the_ranks(pair, comm):
+    outcomes = [rank[f"extra {comm}"] for rank in pair]
+    assert all(o.exitcode == 1 and o.seconds < 30 for o in outcomes), outcomes
+    text = outcomes[0].text + outcomes[1].text
     assert "CollectiveMismatch" in text or "StallError" in text
     assert "rank 0" in text and "rank 1" in text
 
 
-def test_b02_a_rank_that_leaves_the_loop_is_named():
-    results, seconds = _outcome("shared", "leave")
-    assert seconds < 50
-    assert "StallError" in results[0].error and "rank 1 computes or sleeps" in results[0].error
+def test_b02_a_rank_that_leaves_the_loop_is_named(pair):
+    waiting = pair[0]["leave shared"]
+    assert waiting.exitcode == 1 and waiting.seconds < 20
+    assert "StallError" in waiting.text and "rank 1 computes or sleeps" in waiting.text
 
 
-def _forgotten_group(rank, world):
-    model = seeded(Stack)
-    with pytest.raises(zs.ConfigError, match="init_process_group"):
-        zs.shard(model, adamw(model.parameters()), stage=2)
-    assert not any(hasattr(p, "_home") for p in model.parameters())
-
-
-def _different_models(rank, world, comm, kind):
-    _start(rank, world)
-    model = seeded(Stack, blocks=3 + (kind == "layer" and rank))
-    if kind == "dtype" and rank == 1:
-        model.blocks[1].up.bfloat16()
-    stage = 2 + (kind == "stage" and rank)
-    types = [type(p) for p in model.parameters()]
-    try:
-        zs.shard(model, adamw(model.parameters()), stage=stage, comm=comm)
-    except zs.ModelMismatch as error:
-        assert types == [type(p) for p in model.parameters()]
-        return str(error)
-
-
-
-def test_b14_shard_before_the_process_group_exists():
-    run_processes(_forgotten_group, 2)
+def test_b14_shard_before_the_process_group_exists(pair):
+    for rank in pair:
+        message, changed = rank["no group"].value
+        assert "init_process_group" in message and "WORLD_SIZE=2" in message and not changed
 
 
 @pytest.mark.parametrize("kind", ["layer", "dtype", "stage"])
-def test_b15_different_models_are_named_on_every_rank(kind):
+def test_b15_different_models_are_named_on_every_rank(pair, kind):
     expected = {
-        "layer": ["parameter 20: rank 0: last.weight (3, 7)", "rank 1: blocks.3.norm.weight (7,)"],
+        "layer": ["rank 0: last.weight (3, 7)", "rank 1: blocks.3.norm.weight (7,)"],
         "dtype": ["rank 0: blocks.1.up.weight (14, 7) torch.float32", "rank 1: blocks.1.up.weight (14, 7) torch.bfloat16"],
         "stage": ["stage=2", "stage=3"],
     }
-    for message in run_processes(_different_models, 2, "shared", kind):
-        assert all(part in message for part in expected[kind]), message
-
-
-def test_the_launcher_reports_the_first_failure():
-    with pytest.raises(ProcessesFailed, match="the batch of rank 1 is empty"):
-        run_processes(_fail, 2, "shared", "raise", timeout_s=60)
-    assert copy is not None
+    for rank in pair:
+        message, unchanged = rank[f"different {kind}"].value
+        assert all(part in message for part in expected[kind]) and unchanged, message

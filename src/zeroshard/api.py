@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import birth, hooks, weights as streaming
-from .build import Builder, agree_on_values, carry_hooks, check_same_model, optimizer_groups
+from .build import Builder, agree_on_values, carry_hooks, check_same_model, optimizer_groups, swap
 from .comm import world
 from .comm.base import Comm
 from .config import Config
@@ -26,7 +26,7 @@ from .optim.sharded import OptimizerCore, ShardedOptimizer, check_parameters, sh
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
 from .sharded import ReplicatedParameter, ShardedTensor
-from .unit import ParamGroup, ParamSpec, Phase
+from .unit import ParamGroup, ParamHome, ParamSpec, Phase
 
 
 def shard(
@@ -62,6 +62,8 @@ def shard(
     device = _device_of(specs)
     group = world.current(comm, device, config.stall_timeout_s)
     check_same_model(group, specs, config)
+    if not config.master_weights and config.precision != "fp32" and group.rank == 0:
+        print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored = streaming.index_folder(weights) if weights is not None else {}
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
@@ -71,10 +73,11 @@ def shard(
     runtime = _build(model, optimizer, config, group, specs)
     undefined = birth.materialise_buffers(model, device)
     if weights is not None:
+        meta_names, undefined = set(), [name for name in undefined if name not in stored]
+    if undefined or meta_names:
+        birth.initialise(model, meta_names, undefined)
+    if weights is not None:  # last: what initialised a buffer may have written its module's parameters as well
         streaming.stream(runtime, found, stored)
-        undefined = [name for name in undefined if name not in stored]
-    if undefined or (meta_names and weights is None):
-        birth.initialise(model, meta_names if weights is None else set(), undefined)
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
     return model, optimizer
@@ -94,6 +97,9 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         if "_zeroshard" in module.__dict__:
             where = "this model" if module is model else f"its submodule {name}"
             raise ZeroshardError(f"{where} is sharded already: shard() once, or zs.close() it first.")
+    for name, param in model.named_parameters():
+        if isinstance(getattr(param, "_home", None), ParamHome):
+            raise ZeroshardError(f"{name} belongs to a model that is sharded already: zs.close() that one first.")
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
@@ -202,11 +208,10 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     compute.data = value
     attributes = {k: v for k, v in param.__dict__.items() if not k.startswith("_")}
     del param._compute
-    try:
-        torch.utils.swap_tensors(param, compute)
+    if swap(param, compute):
         param.__dict__.update(attributes)
         carry_hooks(compute, param)
-    except RuntimeError:
+    else:
         for owner, attribute in spec.owners:
             owner._parameters[attribute] = compute
 
@@ -269,12 +274,9 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                 if unit.phase is not Phase.READY:
                     group.values.release()
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
-    by_name = {name: whole[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-    return {name: by_name.get(name, value) for name, value in _state_items(model)}
-
-
-def _state_items(model: nn.Module) -> list[tuple[str, Any]]:
-    return list(model.state_dict().items())
+    # by object, since wrappers rename what state_dict() returns
+    state = model.state_dict(keep_vars=True)
+    return {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -288,8 +290,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return result
 
 
-def _cloned(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:

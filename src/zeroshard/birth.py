@@ -91,38 +91,41 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
     return names
 
 
-def _children_first(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of every module once, each after its children."""
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Every module once, each after its children."""
     if id(module) in seen:
         return
     seen.add(id(module))
-    for name, child in module.named_children():
-        yield from _children_first(child, f"{prefix}.{name}" if prefix else name, seen)
-    yield prefix, module
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
 
 
 def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[str]) -> None:
     """Initialise a model that was built on the meta device, in the order in which its constructor would have.
 
-    Every module with `reset_parameters` is reset, children before parents, as constructors do it; then a model with `_init_weights`
-    has it applied to every module, as constructors commonly do last. Raises ShardedAccessError for parameters and
-    buffers that nothing initialises.
+    Modules with `reset_parameters` that hold any of these are reset, children before parents, as constructors do it;
+    then a model with `_init_weights` has it applied to every module, as constructors commonly do last. Raises
+    ShardedAccessError for parameters and buffers that nothing initialises.
     """
     covered: set[str] = set()
-    for prefix, module in _children_first(model, "", set()):
+    wanted = meta_names | set(undefined_buffers)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}  # ties: one name
+    for module in _children_first(model, set()):
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
             continue
+        inside = {names[id(tensor)] for tensor in (*module.parameters(), *module.buffers())}
+        if inside.isdisjoint(wanted):
+            continue
         with torch.no_grad():
             reset()
-        dot = f"{prefix}." if prefix else ""
-        covered |= {dot + name for name, _ in module.named_parameters(recurse=True)}
-        covered |= {dot + name for name, _ in module.named_buffers(recurse=True)}
-    if hasattr(model, "_init_weights"):
+        covered |= inside
+    if meta_names and hasattr(model, "_init_weights"):
         with torch.no_grad():
             model.apply(model._init_weights)
         covered |= meta_names
-    missing = sorted((meta_names | set(undefined_buffers)) - covered)
+    missing = sorted(wanted - covered)
     if missing:
         raise ShardedAccessError(
             f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model. "

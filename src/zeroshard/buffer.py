@@ -14,6 +14,8 @@ buffer is the resting one, and the reduced shard is this rank's own slice of it.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ from .config import Placement
 from .layout import FlatLayout
 from .memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger
 from .memory.pool import StagingPool
+
+_PATIENCE_S = 0.05  # without overlap: wait this long for a reduction before computing on
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
@@ -231,6 +235,13 @@ class GradientBuffer:
         self._slot, self._send = -1, None
         self._filled = [False] * self._count
 
+    def settle(self) -> None:
+        """Wait until the reduction is over, but not for ever: a rank that uses other units joins it later."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
+            self.comm.poll()
+            time.sleep(2e-5)
+
     def finish(self) -> None:
         """Wait for the reduction; afterwards `shard` (REPLICATED: `full`, after `gather`) holds the gradient."""
         if self._work is None:
@@ -259,6 +270,14 @@ class GradientBuffer:
         """Forget local sums that were held back."""
         self._release_hold()
         self._release_carry()
+
+    def discard(self) -> None:
+        """A backward was given up halfway: forget also what was about to be sent."""
+        if self._send is not None and not self.direct:
+            self.pool.give(self._slot, None)
+        self._slot, self._send = -1, None
+        self._filled = [False] * self._count
+        self.drop()
 
     def _release_hold(self) -> None:
         if self._hold_own is not None:

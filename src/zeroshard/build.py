@@ -145,6 +145,8 @@ class Builder:
         values = ParameterBuffer(
             layout, dtype, row.parameter, self.comm, self.ledger, f"gather {label}", config.map_shared
         )
+        self.tag += 1
+        values.region.number = self.tag
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
@@ -152,6 +154,8 @@ class Builder:
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), row.gradient, self.comm, self.ledger,
                 self.pool, self.tag, f"reduce {label}",
             )  # fmt: skip
+            if grads.region is not None:
+                grads.region.number = self.tag
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         if grads is not None and config.master_weights and dtype in (torch.bfloat16, torch.float16):
             numel = layout.shard_numel if row.optimizer is Placement.SHARDED else layout.numel
@@ -204,16 +208,25 @@ class Builder:
         empty tensor, so that a stale reference reads nothing instead of freed memory.
         """
         original = spec.original
-        try:
-            torch.utils.swap_tensors(original, new)
+        if swap(original, new):
             return new
-        except RuntimeError:
-            for owner, attribute in spec.owners:
-                owner._parameters[attribute] = new
-            self.replaced[id(original)] = new
-            if not isinstance(original, ShardedTensor) and not original.is_meta:
-                original.data = original.data.new_empty(0)
-            return None
+        for owner, attribute in spec.owners:
+            owner._parameters[attribute] = new
+        self.replaced[id(original)] = new
+        if not isinstance(original, ShardedTensor) and not original.is_meta:
+            original.data = original.data.new_empty(0)
+        return None
+
+
+def swap(one: Tensor, other: Tensor) -> bool:
+    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
+    if one._use_count() > 1 or other._use_count() > 1:
+        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:

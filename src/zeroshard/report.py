@@ -10,7 +10,6 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass
 
 from torch import nn
@@ -89,7 +88,7 @@ def report(model: nn.Module) -> Report:
         formula=_formula(runtime, sharded=True),
         ddp=_formula(runtime, sharded=False),
         peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
-        communication={kind: Traffic(t.count, t.nbytes, Counter(t.units)) for kind, t in ledger.traffic.items()},
+        communication={kind: Traffic(t.count, t.nbytes, dict(t.units)) for kind, t in ledger.traffic.items()},
         steps=runtime.steps,
         theory_nbytes_per_step=theory_nbytes_per_step(runtime),
         measured_nbytes_per_step=sent // max(runtime.steps, 1),

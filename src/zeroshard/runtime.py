@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from .comm.base import Comm
 from .config import Config
-from .errors import ModelClosed, ShardedAccessError, ZeroshardError
+from .errors import ModelChanged, ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .precision import LossScaler, cast_floating, find_tensors, map_tensors
@@ -77,6 +77,7 @@ class Runtime:
             scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
             self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
         self.messages: list[str] = []
+        self._tree = _module_tree(model)
         self._active = False  # inside a backward
         self._training = False  # inside a forward that was entered with gradients
         self._scaled = False  # the loss scale was applied in this backward
@@ -106,6 +107,7 @@ class Runtime:
         if not self._active:
             self._training = torch.is_grad_enabled()
             self._release_kept()
+            self._check_modules()
             for unit in self.units:
                 unit.check_unchanged()
         if self.config.precision != "fp32":
@@ -114,15 +116,38 @@ class Runtime:
             kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
         return args, kwargs
 
+    def _check_modules(self) -> None:
+        """Raise ModelChanged where parameters came or went with an exchanged submodule (wrapping one is fine)."""
+        if all(modules == known for modules, known in self._tree) or any(unit.pinned for unit in self.units):
+            return
+        names = {id(p): spec.name for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
+        present = {id(p): name for name, p in self.model.named_parameters()}
+        gone = [name for key, name in names.items() if key not in present]
+        new = [name for key, name in present.items() if key not in names]
+        if gone or new:
+            raise ModelChanged(
+                f"parameter {(gone + new)[0]} was replaced, added or removed with its module after zs.shard(). "
+                "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
+            )
+        self._tree = _module_tree(self.model)
+
     def root_exit(self, output: Any) -> Any:
         """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled."""
         self._training = False
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
+        else:
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._check_open)
         if self.scaler is None or output is None:
             return output
         output = cast_floating(output, torch.float32)
         return map_tensors(self._scale_gradient, output)
+
+    def _check_open(self, _: Tensor) -> None:
+        if self.closed:
+            raise ModelClosed("backward() through a model that was closed with zs.close().")
 
     def _scale_gradient(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -289,7 +314,7 @@ class Runtime:
             with torch.no_grad():
                 group.grads.reduce()
                 if not self.config.overlap:
-                    group.grads.finish()
+                    group.grads.settle()
         self.comm.poll()
 
     def _reduce_in_order(self) -> None:
@@ -406,7 +431,7 @@ class Runtime:
             unit.swap_out()
             self._release(unit)
             for group in unit.trainable:
-                group.grads.drop()
+                group.grads.discard()
 
     def flush(self) -> None:
         """Before a step: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
@@ -425,6 +450,11 @@ class Runtime:
             if group.grads is not None:
                 group.grads.drop()
                 group.active = [False] * len(group.specs)
+
+
+def _module_tree(model: nn.Module) -> list[tuple[dict, dict]]:
+    """(submodules, what they were) of every module that has any."""
+    return [(module._modules, dict(module._modules)) for module in model.modules() if module._modules]
 
 
 def _bits(mask: int) -> set[int]:

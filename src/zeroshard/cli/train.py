@@ -93,7 +93,8 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     run_facts = {
         "held_out_bits_per_byte": scores,
         "last_step": asdict(last),
-        "training_step_traffic": trainer.step_traffic,
+        "training_step_traffic": trainer.step_traffic,  # without evaluations, which gather as well
+        "communication": {kind: (traffic.count, traffic.nbytes) for kind, traffic in report.communication.items()},
     }
     folder.write_json("report.json", {**report.to_dict(), **run_facts})
     folder.write_text("sample.txt", text + "\n")

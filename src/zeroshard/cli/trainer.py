@@ -163,7 +163,7 @@ class Trainer:
         tokens = torch.tensor([list(prompt.encode())], device=self.ranks.device)  # (1, prompt)
         generator = torch.Generator().manual_seed(self.options.seed)
         self.model.eval()
-        written = self.model.generate(tokens, self.options.sample_bytes, temperature=0.7, top_k=40, generator=generator)
+        written = self.model.generate(tokens, self.options.sample_bytes, temperature=0.8, top_k=40, generator=generator)
         self.model.train()
         text = bytes(written[0].tolist()).decode("utf-8", errors="replace")
         return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -36,7 +36,7 @@ class Region:
     shards: list[Tensor | None] = field(default_factory=list)
     wholes: list[Tensor] = field(default_factory=list)
     common: bool = False
-    number: int = 0  # which of several alike regions this is, and
+    number: int = 0  # of this region, the same on every rank (staging: which of several alike ones this is), and
     siblings: Callable[[int], Region] | None = None  # the others: peers may be using another one of them
 
 
@@ -127,6 +127,13 @@ class Comm(ABC):
 
     def fence_read(self) -> None:
         """Before this rank reads peers' shards: all have been written."""
+
+    def announce(self, waiting_for: str | None) -> None:
+        """Tell the peers that this rank waits for something that they may have to free (None: no longer)."""
+
+    def peers_wait(self) -> bool:
+        """True if a peer may be waiting for this rank, so that waiting for it could go on for ever."""
+        return True
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

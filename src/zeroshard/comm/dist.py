@@ -136,8 +136,9 @@ class DistComm(Comm):
             if self.ordered:
                 return _DistWork(self, [compat.all_gather_single(full, mine, group=self._data, async_op=True)], label)
             rows = full.view(self.world_size, -1)
-            works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=0) for p in self._peers()]
-            works += [dist.isend(mine, self._ranks[p], self._data, tag=0) for p in self._peers()]
+            number = 2 * source.number  # even: gathers. By region, so that ranks in different units never mix them up
+            works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+            works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
         if rows[self.rank].data_ptr() != mine.data_ptr():
             rows[self.rank].copy_(mine)
         return _DistWork(self, works, label)
@@ -153,7 +154,7 @@ class DistComm(Comm):
                 received.record_stream(self.streams.side) if received.is_cuda else None
                 parts = list(received.unbind(0))
             else:
-                number = tag + 1  # 0 is for gathers
+                number = 2 * tag + 1  # odd: reductions
                 works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]

@@ -24,7 +24,7 @@ from ..errors import CollectiveMismatch, PeerFailed, StallError
 from .base import Comm, Region, Work, sum_in_rank_order
 from .transport import Transport
 
-_NOTE_AFTER_S = 0.5  # a wait longer than this is announced to the peers
+_NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
 _CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
@@ -174,6 +174,13 @@ class SharedComm(Comm):
 
     # -- progress and liveness -------------------------------------------------------------------------------
 
+    def announce(self, waiting_for: str | None) -> None:
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        self._tell_all(("awake",) if waiting_for is None else ("waiting", waiting_for, others))
+
+    def peers_wait(self) -> bool:
+        return bool(self._notes)
+
     def poll(self) -> None:
         while (item := self.transport.receive(0)) is not None:
             self._take(*item)
@@ -209,14 +216,14 @@ class SharedComm(Comm):
         begin, noted = time.monotonic(), False
         self._sum_ready()
         while not done():
-            item = self.transport.receive(0.2)
+            item = self.transport.receive(0.2 if noted else _NOTE_AFTER_S)
             if item is not None:
                 self._take(*item)
                 self._sum_ready()
                 continue
             waited = time.monotonic() - begin
             self._check_peers(missing(), label)
-            if waited > _NOTE_AFTER_S and not noted:
+            if waited >= _NOTE_AFTER_S and not noted:
                 self._tell_all(("waiting", label, missing()))
                 noted = True
             if waited > _CIRCLE_AFTER_S:

@@ -6,7 +6,7 @@ reading, not an estimate. Sizes are bytes per rank.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 PARAMETERS = "parameters"
@@ -24,7 +24,7 @@ class Traffic:
 
     count: int = 0
     nbytes: int = 0
-    units: Counter[str] = field(default_factory=Counter)
+    units: dict[str, int] = field(default_factory=dict)
 
 
 class Ledger:
@@ -50,6 +50,6 @@ class Ledger:
     def sent(self, kind: str, nbytes: int, unit: str) -> None:
         """Count one collective of a unit, of which this rank sent `nbytes`."""
         entry = self.traffic[kind]
-        entry.units[unit] += 1
+        entry.units[unit] = entry.units.get(unit, 0) + 1
         entry.count += 1
         entry.nbytes += nbytes

@@ -17,7 +17,8 @@ import torch
 from ..comm.base import Comm, Region, Work
 from .ledger import STAGING, Ledger
 
-_PATIENCE_S = 0.05  # wait this long for a buffer to come free before touching a further one
+_PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
+_LONGEST_S = 5.0  # after this a further buffer is touched in any case
 
 
 @dataclass
@@ -60,21 +61,30 @@ class StagingPool:
         self._buffers[number].work = work
 
     def _find_free(self) -> int:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            waiting = None
-            for number, buffer in enumerate(self._buffers[: self.count]):
-                if buffer.taken:
-                    continue
-                if buffer.work is None or buffer.work.drained():
-                    return number
-                waiting = number if waiting is None else waiting
-            if waiting is not None and not self.comm.waits_on_host:
-                return waiting  # `take` orders the streams; the host, which peers may need, goes on
-            if waiting is None or time.monotonic() > deadline:
-                return self._further()
-            self.comm.poll()
-            time.sleep(2e-5)
+        """A free buffer: wait for a slow peer, but not for one that itself waits."""
+        begin, announced = time.monotonic(), False
+        try:
+            while True:
+                waiting = None
+                for number, buffer in enumerate(self._buffers[: self.count]):
+                    if buffer.taken:
+                        continue
+                    if buffer.work is None or buffer.work.drained():
+                        return number
+                    waiting = number if waiting is None else waiting
+                if waiting is not None and not self.comm.waits_on_host:
+                    return waiting  # `take` orders the streams; the host, which peers may need, goes on
+                waited = time.monotonic() - begin
+                if waiting is None or waited > _LONGEST_S or (announced and self.comm.peers_wait()):
+                    return self._further()
+                if waited > _PATIENCE_S and not announced:
+                    announced = True
+                    self.comm.announce("a staging buffer")
+                self.comm.poll()
+                time.sleep(2e-5)
+        finally:
+            if announced:
+                self.comm.announce(None)
 
     def _further(self) -> int:
         """A buffer beyond the usual number."""

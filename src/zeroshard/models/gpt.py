@@ -7,8 +7,8 @@ that each becomes one unit; embeddings, the last norm and the head form the root
 
 Words: *dim* is the width of the residual stream, *head_dim* = dim / heads, *seq* the tokens of one sequence.
 *N-grams* are optional: tables with a vector for the 2, 3 and 4 tokens that end at a position, found by a hash. They
-cost next to no arithmetic and teach a byte-level model short words at once: with them the tiny model of `zeroshard
-train` reaches 2.06 instead of 3.25 bits per byte in the same 800 steps.
+cost next to no arithmetic and teach a byte-level model short words at once: in 800 steps of 1,024 bytes
+of Python, 4 layers of dim 128 reach 2.06 instead of 3.25 bits per byte with tables of 4,096 rows.
 """
 
 import math
