@@ -151,7 +151,7 @@ def fault(comm: str, kind: str):
                 elif kind == "extra":
                     zs.full_optimizer_state(model)
                 elif kind == "leave":
-                    time.sleep(9)
+                    time.sleep(25)
                     return
             square(model, (torch.ones(2, 7),)).backward()
             optimizer.step()
@@ -251,7 +251,7 @@ def test_b04_an_exception_on_one_rank_reaches_the_others_with_its_traceback(trip
 def test_b05_a_lost_rank_ends_the_others_within_seconds(pair, comm, kind):
     survivor, lost = (rank[f"{kind} {comm}"] for rank in pair)
     assert lost.exitcode == {"kill": -signal.SIGKILL, "exit": 3, "exit well": 0}[kind]
-    assert survivor.exitcode == 1 and survivor.seconds < 20, survivor
+    assert survivor.exitcode == 1 and survivor.seconds < lost.seconds + 8, survivor
     assert "PeerFailed" in survivor.text, survivor.text
     if comm == "shared":
         assert "rank 1 failed" in survivor.text

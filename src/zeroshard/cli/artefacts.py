@@ -101,7 +101,8 @@ def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "matp
     left.set(xlabel="seconds of training", ylabel="bits per byte", title="Loss")
     for rank in range(len(steps[0]["memory_nbytes"]) if steps else 0):
         right.plot(times, [row["memory_nbytes"][rank] / 1e6 for row in steps], lw=1.2, label=f"rank {rank}")
-    right.set(xlabel="seconds of training", ylabel="MB", title="Memory of each process", ylim=(0, None))
+    right.set(xlabel="seconds of training", ylabel="MB", title="Memory of each process")
+    right.set_ylim(0, 1.1 * right.get_ylim()[1])
     for axis in (left, right):
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:

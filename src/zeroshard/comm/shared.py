@@ -179,6 +179,7 @@ class SharedComm(Comm):
         self._tell_all(("awake",) if waiting_for is None else ("waiting", waiting_for, others))
 
     def peers_wait(self) -> bool:
+        self._check_peers([peer for peer in range(self.world_size) if peer != self.rank], "a staging buffer")
         return bool(self._notes)
 
     def poll(self) -> None:
@@ -199,8 +200,9 @@ class SharedComm(Comm):
         if kind == "waiting":
             self._notes[peer] = (time.monotonic(), message[1], message[2])
             return
-        self._notes.pop(peer, None)
-        if kind == "ready":
+        if kind == "awake":  # nothing else ends a wait: a waiting rank goes on summing and telling so
+            self._notes.pop(peer, None)
+        elif kind == "ready":
             self.arrived[message[1]][peer] = message[2]
         elif kind == "summed":
             self.summed[message[1]].add(peer)

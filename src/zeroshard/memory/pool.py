@@ -37,6 +37,7 @@ class StagingPool:
         present = limit if comm.shares_memory else count
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
         self._views: dict[tuple[int, int, torch.dtype], Region] = {}
+        self._longest_s = _LONGEST_S  # waited once in vain: not again for each buffer, until one comes free
 
     def _new(self) -> _Buffer:
         return _Buffer(self.comm.allocate(self.nbytes, torch.uint8, whole=True))
@@ -70,12 +71,16 @@ class StagingPool:
                     if buffer.taken:
                         continue
                     if buffer.work is None or buffer.work.drained():
+                        self._longest_s = _LONGEST_S
                         return number
                     waiting = number if waiting is None else waiting
                 if waiting is not None and not self.comm.waits_on_host:
                     return waiting  # `take` orders the streams; the host, which peers may need, goes on
                 waited = time.monotonic() - begin
-                if waiting is None or waited > _LONGEST_S or (announced and self.comm.peers_wait()):
+                if waited > self._longest_s:
+                    self._longest_s = _PATIENCE_S
+                    return self._further()
+                if waiting is None or (announced and self.comm.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
                     announced = True
