@@ -151,7 +151,7 @@ def fault(comm: str, kind: str):
                 elif kind == "extra":
                     zs.full_optimizer_state(model)
                 elif kind == "leave":
-                    time.sleep(25)
+                    time.sleep(18)
                     return
             square(model, (torch.ones(2, 7),)).backward()
             optimizer.step()
