@@ -224,6 +224,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage."""
     runtime = runtime_of(model)
     previous, runtime.sync = runtime.sync, False
+    runtime.accumulated = True
     try:
         yield
     finally:

@@ -121,6 +121,7 @@ class GradientBuffer:
         ledger.enter(GRADIENTS, self.nbytes)
         self.direct = self.region is not None and dtype == send_dtype
         self.reduced = False
+        self.culprits: set[int] = set()  # ranks that sent non-finite gradients for this shard
         self.square_sum: float | None = None  # of `shard`, if known since it was last written
         self._count = len(layout.slots)
         self._held = [False] * self._count  # local sums kept by zs.accumulate
@@ -247,6 +248,7 @@ class GradientBuffer:
         if self._work is None:
             return
         self._work.wait()
+        self.culprits.update(self._work.culprits)
         self.square_sum = None if self.replicated else self._work.square_sum  # replicated: users write `full`
         if self._carry is not None:
             self.shard.copy_(self._carry)

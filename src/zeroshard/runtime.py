@@ -67,6 +67,7 @@ class Runtime:
         self.optimizer: Any = None
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.sync = True  # False inside zs.accumulate
+        self.accumulated = False  # there was a zs.accumulate since the last reduced backward
         self.closed = False
         self.backwards = 0  # reduced backwards since the last zero_grad
         self.weight = 0.0  # of this rank's weighted backwards since the last zero_grad (zs.backward)
@@ -407,6 +408,7 @@ class Runtime:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
         self.backwards += bool(self._reduced)
+        self.accumulated = False
         self._reduced, self._touched, self._completed = set(), set(), []
 
     # -- the rest --------------------------------------------------------------------------------------------
@@ -435,16 +437,15 @@ class Runtime:
 
     def flush(self) -> None:
         """Before a step: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
-        held = any(group.grads.holds for unit in self.units for group in unit.trainable)
-        if not held or not self.sync:
-            return
+        if not self.accumulated or not self.sync:
+            return  # whether there was one is the same on every rank; whether it left gradients is not
         with torch.no_grad():
             self._join()
             self._finish_reductions()
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
-        self.backwards, self.weight = 0, 0.0
+        self.backwards, self.weight, self.accumulated = 0, 0.0, False
         self._touched = set()
         for group in self.groups:
             if group.grads is not None:

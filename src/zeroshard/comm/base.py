@@ -44,9 +44,11 @@ class Work:
     """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten.
 
     square_sum: of a reduction's result, where it was found on the way (the chunks were in cache), else None.
+    culprits: ranks whose part was not finite, where square_sum is not and they were looked for.
     """
 
     square_sum: float | None = None
+    culprits: tuple[int, ...] = ()
 
     def wait(self) -> None:
         """Return when the result is in place (GPU: when the current stream is ordered after it)."""
@@ -171,6 +173,13 @@ def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, acc
         if square_sum is not None:
             square_sum += torch.dot(target, target).item()
     return square_sum
+
+
+def nonfinite_ranks(parts: Sequence[Tensor], out: Tensor) -> tuple[int, ...]:
+    """Which ranks' parts are not finite, once their sum is known not to be. The part that was summed in place: if no other."""
+    in_place = [rank for rank, part in enumerate(parts) if part.data_ptr() == out.data_ptr()]
+    found = [rank for rank, part in enumerate(parts) if rank not in in_place and not torch.isfinite(part).all()]
+    return tuple(found or in_place)
 
 
 def square_sum(tensor: Tensor) -> float:

@@ -10,6 +10,7 @@ Control messages (`exchange`) go through a gloo group on the host, so they never
 from __future__ import annotations
 
 import datetime
+import math
 import struct
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import CollectiveMismatch, PeerFailed, StallError
-from .base import Comm, Region, Work, sum_in_rank_order
+from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
 from .streams import Streams, streams_for
 
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
@@ -158,7 +159,15 @@ class DistComm(Comm):
                 works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
-        return _Sum(self, works, label, lambda: sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate))
+
+        def compute() -> float | None:
+            total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            if total is not None and not math.isfinite(total):
+                work.culprits = nonfinite_ranks(parts, out)
+            return total
+
+        work = _Sum(self, works, label, compute)
+        return work
 
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]

@@ -13,6 +13,7 @@ collective; and when all ranks that are waited for wait themselves, the circle i
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveMismatch, PeerFailed, StallError
-from .base import Comm, Region, Work, sum_in_rank_order
+from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
 from .transport import Transport
 
 _NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
@@ -127,7 +128,10 @@ class SharedComm(Comm):
             for peer, number in sorted(self.arrived[key].items()):
                 region = source.siblings(number) if source.siblings is not None else source
                 parts.append(region.wholes[peer][begin : begin + out.numel()])
-            return sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            if total is not None and not math.isfinite(total):
+                work.culprits = nonfinite_ranks(parts, out)
+            return total
 
         work = _Reduction(self, key, label, compute)
         self._open[key] = work

@@ -154,16 +154,17 @@ class OptimizerCore:
         return self.last_step
 
     def _nonfinite_names(self) -> tuple[str, ...]:
-        mine = [
-            spec.name
-            for group in self.stepped_groups
-            for index, spec in enumerate(group.specs)
-            if not torch.isfinite(group.homes[index].cut(group.grads.shard)).all()
-        ]
+        """"name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
+        mine = []
+        for group in self.stepped_groups:
+            for index, spec in enumerate(group.specs):
+                if torch.isfinite(group.homes[index].cut(group.grads.shard)).all():
+                    continue
+                ranks = sorted(group.grads.culprits)
+                where = f"rank {', '.join(map(str, ranks))}" if ranks else f"shard of rank {self.comm.rank}"
+                mine.append(f"{spec.name} ({where})")
         everyone = self.comm.exchange(pickle.dumps(mine), "optimizer step: names of non-finite gradients")
-        return tuple(
-            f"{name} (shard of rank {rank})" for rank, part in enumerate(everyone) for name in pickle.loads(part)
-        )
+        return tuple(dict.fromkeys(name for part in everyone for name in pickle.loads(part)))
 
     @torch.no_grad()
     def _update(self) -> None:
