@@ -328,3 +328,26 @@ def test_stale_references_raise_and_never_crash():
         return compute[0].shape
 
     assert run_threads(2, run) == [(14, 7)] * 2
+
+
+def test_a_parameter_kept_from_inside_a_forward_raises_once_it_is_released():
+    """Its memory is gone then: reading it would end the process with a segmentation fault."""
+    kept: list[torch.Tensor] = []
+
+    class Keeping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    model = nn.Sequential(Keeping(4, 4), Keeping(4, 4))
+    before = [layer.weight.detach().clone() for layer in model]
+    model, _ = zs.shard(model, None, stage=3, map_shared=False)
+    model(torch.ones(2, 4)).sum().backward()
+    for use in (torch.sum, lambda w: w + 1, lambda w: w.view(-1)[0], lambda w: w.numpy(force=True), lambda w: w.data.zero_()):
+        with pytest.raises(zs.ShardedAccessError, match="kept from inside a forward"):
+            use(kept[0])
+    assert "not gathered" in repr(kept[0]) and kept[0].shape == (4, 4)
+    model(torch.ones(2, 4)).sum().backward()  # gathered again, it is the parameter again
+    zs.close(model)
+    for layer, value in zip(model, before, strict=True):
+        same(layer.weight.detach(), value, "weight", 0.0)

@@ -154,10 +154,12 @@ def close(model: nn.Module) -> nn.Module:
     runtime = runtime_of(model)
     for unit in runtime.units:
         unit.swap_out()
-        for group in unit.groups:
-            for index, value in enumerate(_whole_values(group, runtime)):
-                _restore(group, index, value)
+        whole = [(group, _whole_values(group, runtime)) for group in unit.groups]
         unit.release()
+        unit.guard(False)
+        for group, values in whole:
+            for index, value in enumerate(values):
+                _restore(group, index, value)
     hooks.detach(runtime)
     optimizer = runtime.optimizer
     if optimizer is not None:

@@ -167,6 +167,27 @@ class ReplicatedParameter(nn.Parameter):
         return memo.setdefault(id(self), copy)
 
 
+class ReleasedParameter(nn.Parameter):
+    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        reads_data = getattr(func, "__self__", None) is torch.Tensor.data
+        if getattr(func, "__name__", "") in _HARMLESS and not reads_data:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ShardedAccessError(
+            "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
+            "take it from the module (a sharded parameter), or use zs.gathered(module)."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return "ReleasedParameter(its unit is not gathered)"
+
+
+_HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
+
+
 def local_grad(param: Tensor) -> Tensor | None:
     """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
     return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
 from .errors import ModelChanged
 from .layout import FlatLayout
-from .sharded import ShardedParameter, ShardedTensor
+from .sharded import ReleasedParameter, ShardedParameter, ShardedTensor
 
 
 class Phase(Enum):
@@ -195,6 +195,14 @@ class Unit:
             for i, spec in enumerate(g.specs)
             for owner, attribute in spec.owners
         ]
+        self._guarded = [
+            param
+            for group in groups
+            if group.values.sharded and not group.values.mapped
+            for param in group.compute
+            if type(param) is nn.Parameter
+        ]
+        self.guard(self.phase is Phase.SHARDED)
 
     def _move(self, phase: Phase) -> None:
         if phase not in _ALLOWED[self.phase]:
@@ -216,6 +224,7 @@ class Unit:
             work.wait()
         self._works = []
         self._move(Phase.READY)
+        self.guard(False)
 
     def release(self) -> None:
         """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
@@ -225,6 +234,13 @@ class Unit:
         for group in self.groups:
             group.values.release()
         self._move(Phase.SHARDED)
+        self.guard(True)
+
+    def guard(self, released: bool) -> None:
+        """Let compute parameters that someone kept raise, instead of reading released memory."""
+        cls = ReleasedParameter if released else nn.Parameter
+        for param in self._guarded:
+            param.__class__ = cls
 
     def swap_in(self) -> None:
         """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
