@@ -57,6 +57,11 @@ def _limit_of(item) -> float:
     return PROCESSES_LIMIT_S if item.get_closest_marker("processes") else LIMIT_S
 
 
+def pytest_runtest_setup():
+    # again for each: a run of the command line in this process takes all cores, and two threads add in another order
+    torch.set_num_threads(1)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
