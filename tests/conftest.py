@@ -14,6 +14,7 @@ import threading
 import pytest
 import torch
 
+
 class TestExpired(BaseException):
     """The limit of a test has passed. No Exception: neither the test nor hypothesis shall take it for one of theirs."""
 

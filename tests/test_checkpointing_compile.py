@@ -12,7 +12,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import checkpoint
 from zoo import Block, Case, Stack, adamw, check, every_mode, normal_batches, reference, same, seeded, sgd, square
 

@@ -11,8 +11,21 @@ import pytest
 import torch
 from torch import nn
 from zoo import (
-    Block, Case, Language, Stack, check, every_mode, normal_batches, reference, run_threads, same, seeded, sgd,
-    sharded, square, token_batches,
+    Block,
+    Case,
+    Language,
+    Stack,
+    check,
+    every_mode,
+    normal_batches,
+    reference,
+    run_threads,
+    same,
+    seeded,
+    sgd,
+    sharded,
+    square,
+    token_batches,
 )  # fmt: skip
 
 import zeroshard as zs

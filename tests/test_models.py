@@ -12,7 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zoo import (
-    Block, Case, Language, MixtureOfExperts, Stack, check, every_mode, normal_batches, seeded, sharded, square,
+    Block,
+    Case,
+    Language,
+    MixtureOfExperts,
+    Stack,
+    check,
+    every_mode,
+    normal_batches,
+    seeded,
+    sharded,
+    square,
     token_batches,
 )  # fmt: skip
 

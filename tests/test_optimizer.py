@@ -9,7 +9,17 @@ import types
 
 import pytest
 import torch
-from helpers import Branches, Task, assert_equal_runs, differences, reference, seeded, state_differences, train, vector_batches
+from helpers import (
+    Branches,
+    Task,
+    assert_equal_runs,
+    differences,
+    reference,
+    seeded,
+    state_differences,
+    train,
+    vector_batches,
+)
 from optimizers import ALL_STAGES, DATA, MODEL, OPTIMIZERS, STAGES, WORLD, backward, run_both
 from torch import nn
 

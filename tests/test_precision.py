@@ -8,7 +8,18 @@ import math
 
 import pytest
 import torch
-from helpers import OddGPT, Outcome, Rounding, Task, assert_equal_runs, differences, reference, seeded, token_batches, train
+from helpers import (
+    OddGPT,
+    Outcome,
+    Rounding,
+    Task,
+    assert_equal_runs,
+    differences,
+    reference,
+    seeded,
+    token_batches,
+    train,
+)
 from torch import nn
 
 import zeroshard as zs

@@ -17,7 +17,20 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from zoo import Case, Language, MixtureOfExperts, Stack, adamw, compare, normal_batches, reference, seeded, sharded, square, token_batches
+from zoo import (
+    Case,
+    Language,
+    MixtureOfExperts,
+    Stack,
+    adamw,
+    compare,
+    normal_batches,
+    reference,
+    seeded,
+    sharded,
+    square,
+    token_batches,
+)
 
 import zeroshard as zs
 from zeroshard.launch import free_port, run_processes
@@ -51,8 +64,8 @@ def _fork(name: str, port: int, rank: int, world: int) -> Outcome:
         _live(name, rank, world, writer)
     os.close(writer)
     os.set_blocking(reader, False)
-    data, status = b"", None
-    while status is None or (part and part != b""):
+    data, status, part = b"", None, None
+    while status is None or part:
         try:
             part = os.read(reader, 1 << 20)
         except BlockingIOError:

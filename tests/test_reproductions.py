@@ -13,7 +13,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import (
-    Case, Stack, adamw, check, every_mode, normal_batches, reference, run_threads, same, seeded, sgd, square,
+    Case,
+    Stack,
+    adamw,
+    check,
+    every_mode,
+    normal_batches,
+    reference,
+    run_threads,
+    same,
+    seeded,
+    sgd,
+    square,
 )  # fmt: skip
 
 import zeroshard as zs

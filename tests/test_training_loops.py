@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from zoo import (
-    Case, Stack, adamw, check, every_mode, normal_batches, reference, run_threads, same, seeded, sgd, square,
+    Case,
+    Stack,
+    adamw,
+    check,
+    every_mode,
+    normal_batches,
+    reference,
+    run_threads,
+    same,
+    seeded,
+    sgd,
+    square,
 )  # fmt: skip
 
 import zeroshard as zs

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import birth, hooks, weights as streaming
+from . import birth, hooks
+from . import weights as streaming
 from .build import Builder, agree_on_values, carry_hooks, check_same_model, optimizer_groups, swap
 from .comm import world
 from .comm.base import Comm

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .precision import cast_floating
 from .partition import policy_dtype
+from .precision import cast_floating
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 

@@ -29,7 +29,6 @@ from .schedule import Schedule, Visit
 from .sharded import clear_local_grad, local_grad
 from .unit import ParamGroup, Phase, Unit
 
-
 _LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
 
 
