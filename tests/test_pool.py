@@ -11,6 +11,7 @@ from zeroshard.comm.shared import SharedComm
 from zeroshard.comm.transport import ThreadTransport, ThreadWorld
 from zeroshard.memory.ledger import STAGING, Ledger
 from zeroshard.memory.pool import StagingPool
+from zeroshard.testing import run_threads
 
 NBYTES, COUNT, LIMIT = 256, 2, 5
 
@@ -113,3 +114,24 @@ def test_more_than_the_buffer_holds_is_refused():
     pool, _ = make("private")
     with pytest.raises(AssertionError):
         pool.take(NBYTES, torch.float32)
+
+
+def test_a_reduction_finds_the_buffer_that_each_rank_chose():
+    """Ranks take free buffers by timing; once a peer's buffer of *this* rank's number was summed instead."""
+
+    def rank_run(rank: int) -> list[float]:
+        comm = SharedComm(ThreadTransport(shared, rank), torch.device("cpu"))
+        pool = StagingPool(comm, Ledger(), NBYTES, COUNT, LIMIT)
+        held = [pool.take(64, torch.float32)[0] for _ in range(rank)]  # rank r goes on with buffer number r
+        number, region = pool.take(64, torch.float32)
+        region.tensor.fill_(10.0**rank)
+        out = torch.empty(32)
+        work = comm.reduce(region, out, scale=1.0, accumulate=False, tag=1, label="sum")
+        pool.give(number, work)
+        work.wait()
+        work.drain()
+        assert (number, held) == (rank, list(range(rank)))
+        return out.unique().tolist()
+
+    shared = ThreadWorld(2)
+    assert run_threads(2, rank_run) == [[11.0], [11.0]]
