@@ -44,6 +44,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` measure the device itself, streams and allocator: without one there is nothing to check."""
     if torch.cuda.is_available():
         return
     for item in items:

@@ -1,6 +1,6 @@
 """On one CUDA device, world 1 over NCCL: the same numbers as plain PyTorch, memory as the report says.
 
-Skipped where there is no GPU: nothing here has a stand-in on the CPU (the stream order has: test_ordered_comm.py).
+Skipped where there is no GPU (conftest.py does that for the marker): nothing here has a stand-in on the CPU (the stream order has: test_ordered_comm.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeroshard as zs
 from zeroshard.models.gpt import GPT, GPTConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 CONFIG = GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=3, heads=4)
 
 

@@ -68,7 +68,6 @@ class Runtime:
         self.sync = True  # False inside zs.accumulate
         self.accumulated = False  # there was a zs.accumulate since the last reduced backward
         self.closed = False
-        self.backwards = 0  # reduced backwards since the last zero_grad
         self.weight = 0.0  # of this rank's weighted backwards since the last zero_grad (zs.backward)
         self.steps = 0
         self.scaler: LossScaler | None = None
@@ -406,7 +405,6 @@ class Runtime:
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
-        self.backwards += bool(self._reduced)
         self.accumulated = False
         self._reduced, self._touched, self._completed = set(), set(), []
 
@@ -444,7 +442,7 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
-        self.backwards, self.weight, self.accumulated = 0, 0.0, False
+        self.weight, self.accumulated = 0.0, False
         self._touched = set()
         for group in self.groups:
             if group.grads is not None:

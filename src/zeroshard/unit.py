@@ -23,7 +23,7 @@ from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
 from .errors import ModelChanged
 from .layout import FlatLayout
-from .sharded import ReleasedParameter, ShardedParameter, ShardedTensor
+from .sharded import ReleasedParameter, ShardedTensor
 
 
 class Phase(Enum):
@@ -293,8 +293,3 @@ class Unit:
             f"requires_grad of parameter {name} was changed to {param.requires_grad} after zs.shard(). zs.close(model) "
             "first, freeze or unfreeze, then zs.shard() it again."
         )
-
-
-def is_sharded(param: object) -> bool:
-    """True for a parameter that rests as a slice."""
-    return isinstance(param, ShardedParameter)
