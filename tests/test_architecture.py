@@ -24,15 +24,15 @@ LAYERS = (
     ("comm",),  # the interface and its backends
     ("memory",),  # pools, tiers, files
     ("sharded",),  # the tensor subclass
-    ("buffer",),  # layout x placement
+    ("buffer", "tiles"),  # layout x placement; parts of parameters
     ("unit",),
     ("partition", "build"),
     ("runtime",),
     ("hooks", "optim"),
-    ("whole", "birth", "weights", "report"),
-    ("api",),
+    ("whole", "birth", "weights", "report", "io"),
+    ("api", "activations"),
     ("__init__",),
-    ("checkpoint", "activations", "models", "data", "launch", "testing"),
+    ("checkpoint", "models", "data", "launch", "testing"),
     ("plan", "integrations", "export"),
     ("cli", "bench", "__main__"),
 )

@@ -108,6 +108,14 @@ def test_one_rank_with_two_micro_batches_trains_the_same_model(two_ranks, text, 
         (["train", "--precision", "fp8"], ["--precision", "fp8", "bf16"]),
         (["train", "--ranks", "1", "--device", "cuda"], ["--device cuda", "GPU per rank"]),
         (["train", "--ranks", "1", "--out", __file__], ["--out", "expected a folder"]),
+        (["train", "--stage", "2", "--offload-param", "nvme"], ["offload_param='nvme' needs stage 3", "Raise the stage"]),
+        (["train", "--delayed-update", "5"], ["delayed_update needs offload_optimizer"]),
+        (["train", "--offload-optimizer", "disk"], ["--offload-optimizer", "'disk'", "nvme"]),
+        (["train", "--offload-optimizer", "cpu", "--buffer-count", "1"], ["buffer_count of at least 2", "got 1"]),
+        (["train", "--offload-optimizer", "cpu", "--offload-path", "x"], ["--offload-path", "without nvme", "got x"]),
+        (["train", "--offload-ratio", "0.5"], ["--offload-ratio", "none without --offload-optimizer", "got 0.5"]),
+        (["train", "--buffer-mib", "8"], ["--buffer-mib", "none without an --offload option"]),
+        (["train", "--tile-max-bytes", "0"], ["--tile-max-bytes", "positive"]),
     ],
 )
 def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
@@ -119,6 +127,48 @@ def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
     assert captured.out == ""
     for word in words:
         assert word in captured.err
+
+
+def test_a_folder_that_cannot_serve_is_one_line(text, tmp_path, capsys):
+    missing = ["--ranks", "1", "--offload-optimizer", "nvme", "--offload-path", str(tmp_path / "none")]
+    assert main(_train(text, tmp_path / "run", *missing)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "does not exist; create it on a local disk" in error
+
+
+FAR = "--offload-optimizer nvme --offload-gradient nvme --offload-param nvme --offload-activations nvme".split()
+
+
+def test_what_rests_on_disk_trains_and_saves_the_same_bits(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    short = ["--ranks", "1", "--threads", "1", "--steps", "4", "--sample-bytes", "0"]
+    assert main([*_train(text, "near"), *short]) == 0
+    printed = capsys.readouterr().out
+    assert "forecast" not in printed and "Where they rest" not in printed and "Moved" not in printed
+    assert main([*_train(text, "far"), *short, *FAR, "--prefetch-bucket-size", "0"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("forecast: measured on each rank: disk", "bound by", "one step: predicted", "Where they rest", "Moved between"):
+        assert words in printed
+    near, far = (load_file(tmp_path / run / "model.safetensors") for run in ("near", "far"))
+    assert near.keys() == far.keys()
+    assert all(torch.equal(value, far[name]) for name, value in near.items())
+    assert [row["loss"] for row in _rows(tmp_path / "far") if "loss" in row] == [
+        row["loss"] for row in _rows(tmp_path / "near") if "loss" in row
+    ]
+    report = json.loads((tmp_path / "far" / "report.json").read_text())
+    assert sum(report["elsewhere"]["disk"].values()) == sum(report["at_rest"].values())
+    assert report["training_step_moved"] == pytest.approx(report["theory_moved_per_step"], rel=0.25)
+    assert report["forecast"]["step_seconds"] > 0 and report["activations"]["peak"]["disk"] > 0
+    assert list((tmp_path / "runs").iterdir()) == []  # what was on disk is gone
+
+
+def test_tiles_and_a_late_update_train_too(text, tmp_path):
+    options = ["--ranks", "1", "--threads", "1", "--steps", "4", "--sample-bytes", "0", "--precision", "bf16"]
+    options += ["--offload-optimizer", "cpu", "--offload-ratio", "0.5", "--delayed-update", "2", "--tile-max-bytes", "2048"]
+    options += ["--offload-param", "cpu", "--max-live-parameters", "100000", "--checkpoint-activations"]
+    assert main([*_train(text, tmp_path), *options]) == 0
+    model = GPT(GPTConfig(**json.loads((tmp_path / "config.json").read_text())["model"]))
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.processes

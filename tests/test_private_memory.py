@@ -104,8 +104,9 @@ class PrivateComm(Comm):
             parts.append(part)
         return parts
 
-    def gather(self, full: torch.Tensor, source: Region, label: str) -> Work:
-        mine, rows, number = source.shards[self.rank], full.view(self.world_size, -1), self._number("gather")
+    def gather(self, full: torch.Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        mine, rows = source.shards[self.rank], full.view(self.world_size, -1)
+        number = self._number("gather" if tag is None else ("gather", tag))
         self._send(number, label, [mine.clone()] * self.world_size)
         for peer, row in enumerate(rows):
             if peer != self.rank:

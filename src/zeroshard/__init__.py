@@ -4,6 +4,11 @@
     model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the loop stays as it is
 """
 
+from . import io
+from .activations.checkpoints import checkpoint_activations
+from .activations.report import ActivationReport, activation_report
+from .activations.tiled_loss import tiled_cross_entropy
+from .activations.tiling import tile
 from .api import (
     accumulate,
     backward,
@@ -15,7 +20,7 @@ from .api import (
     shard,
 )
 from .birth import init
-from .config import Config
+from .config import Config, Offload
 from .errors import (
     CollectiveMismatch,
     ConfigError,
@@ -23,20 +28,24 @@ from .errors import (
     ModelClosed,
     ModelMismatch,
     NonFiniteError,
+    OffloadIOError,
     PeerFailed,
     ShardedAccessError,
     ShardedWriteError,
     StallError,
+    SwapError,
     ZeroshardError,
 )
+from .optim.lion import Lion
 from .optim.record import StepRecord
 from .report import Report, report
+from .weights import save_safetensors
 from .whole import gathered
 
 __all__ = [
-    "CollectiveMismatch", "Config", "ConfigError", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError",
-    "PeerFailed", "Report", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord", "ZeroshardError",
-    "accumulate", "backward", "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
-    "init", "report", "shard",
+    "ActivationReport", "CollectiveMismatch", "Config", "ConfigError", "Lion", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError",
+    "Offload", "OffloadIOError",     "PeerFailed", "Report", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord", "SwapError", "ZeroshardError",
+    "accumulate", "activation_report", "backward", "checkpoint_activations", "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
+    "init", "io", "report", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
 ]  # fmt: skip
 __version__ = "0.1.0"

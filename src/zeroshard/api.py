@@ -16,17 +16,26 @@ from torch import Tensor, nn
 
 from . import birth, hooks
 from . import weights as streaming
-from .build import Builder, agree_on_values, carry_hooks, check_same_model, optimizer_groups, swap
+from .build import (
+    Builder,
+    agree_on_values,
+    carry_hooks,
+    check_same_model,
+    open_tiers,
+    optimizer_groups,
+    swap,
+)  # fmt: skip
 from .comm import world
 from .comm.base import Comm
 from .config import Config
-from .errors import ConfigError, ZeroshardError
+from .errors import ConfigError, OffloadIOError, ZeroshardError
 from .memory.host import keep_freed_memory
-from .memory.ledger import MASTERS, Ledger
+from .memory.ledger import Ledger
 from .optim.sharded import OptimizerCore, ShardedOptimizer, check_parameters, shard_optimizer
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
 from .sharded import ReplicatedParameter, ShardedTensor
+from .tiles import join, parts_in
 from .unit import ParamGroup, ParamHome, ParamSpec, Phase
 
 
@@ -132,12 +141,17 @@ def _build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec]
 ) -> Runtime:
     ledger = Ledger()
-    builder = Builder(config, comm, ledger, optimizer_groups(optimizer), comm.new_serial())
+    tiers = open_tiers(config, comm, ledger, specs, optimizer)
+    builder = Builder(config, comm, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # fresh memory, also where other models are at rest: peers wait for our values
-    units = builder.build(partition(model, config, specs))
+    try:
+        units = builder.build(partition(model, config, specs))
+        comm.fence_read()
+    except OffloadIOError as error:  # a disk that was full after all: values are half on their way, on every rank
+        tiers.close()
+        tiers.fail(error)
     assert builder.pool is not None
-    comm.fence_read()
-    runtime = Runtime(model, config, comm, units, ledger, builder.pool)
+    runtime = Runtime(model, config, comm, units, ledger, builder.pool, tiers)
     object.__setattr__(model, "_zeroshard", runtime)
     if optimizer is not None:
         for group in optimizer.param_groups:
@@ -146,35 +160,44 @@ def _build(
     return runtime
 
 
-def close(model: nn.Module) -> nn.Module:
+def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     """Make a sharded model an ordinary one again, with whole parameters, and free everything (collective).
 
     Parameters come back in the dtype they were given in (from fp32 masters where there are any). The optimizer
-    can not be used afterwards.
+    can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
+    are removed, and the model can not be used any more either. After the failure of a disk or of a peer there are no whole
+    values to come back: files are removed, and the error is raised again.
     """
     runtime = runtime_of(model)
+    try:
+        runtime.tiers.check()
+        runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to what the others are about to read
+    except ZeroshardError:
+        runtime.tiers.close()
+        raise
     for unit in runtime.units:
         unit.swap_out()
-        whole = [(group, _whole_values(group, runtime)) for group in unit.groups]
+        whole = [(group, _whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()
-        unit.guard(False)
+        unit.guard(not restore)
         for group, values in whole:
             for index, value in enumerate(values):
                 _restore(group, index, value)
-    hooks.detach(runtime)
+    if restore:
+        hooks.detach(runtime)
     optimizer = runtime.optimizer
     if optimizer is not None:
         optimizer.core.close()
     for group in runtime.groups:
         if group.grads is not None:
             group.grads.close()
-        if group.master is not None:
-            runtime.ledger.strike(MASTERS, group.master.nbytes)
         group.values.close()
     runtime.pool.close()
+    runtime.tiers.close()
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")
-    del model.__dict__["_zeroshard"]
+    if restore:
+        del model.__dict__["_zeroshard"]  # else: its hooks refuse
     runtime.units, runtime.groups = [], []
     return model
 
@@ -182,16 +205,19 @@ def close(model: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
     """Copies of all parameters of a group, whole, as exact as they are held (collective)."""
+    if runtime.optimizer is not None:
+        runtime.optimizer.core.wait()
+        runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
-    if group.master is not None and group.master.numel() == group.layout.shard_numel:
-        source = runtime.comm.allocate(group.layout.shard_numel, torch.float32, whole=False)
-        source.tensor.copy_(group.master)
+    if group.master is not None and group.master.numel == group.layout.shard_numel:
+        source = runtime.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
+        source.tensor.copy_(group.master.load(0, group.master.numel))
         runtime.comm.exchange(b"", "masters in place")
-        flat = torch.empty(group.layout.numel, dtype=torch.float32, device=runtime.comm.device)
+        flat = torch.empty(group.layout.numel, dtype=group.master.dtype, device=runtime.comm.device)
         runtime.comm.gather(flat, source, "gather masters").wait()
         runtime.comm.exchange(b"", "masters gathered")
     elif group.master is not None:
-        flat = group.master
+        flat = group.master.load(0, group.master.numel)
     else:
         group.values.gather().wait()
         flat = group.values.full
@@ -266,6 +292,7 @@ def _core(runtime: Runtime) -> OptimizerCore:
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
     """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
     runtime = runtime_of(model)
+    runtime.tiers.check()
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
         for group in unit.groups:
@@ -280,7 +307,8 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # by object, since wrappers rename what state_dict() returns
     state = model.state_dict(keep_vars=True)
-    return {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
+    values = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
+    return join(values, parts_in(model, state))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:

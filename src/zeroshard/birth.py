@@ -37,7 +37,7 @@ class BirthHome:
     def before_write(self) -> None:
         """The slice is this rank's own memory: nothing to wait for."""
 
-    def after_write(self) -> None:
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
         """No masters yet."""
 
     def gather_local(self, local: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ place, the sharded parameter, and its old tensor becomes the compute parameter o
 from __future__ import annotations
 
 import hashlib
+import math
 import pickle
 import zlib
 from collections.abc import Sequence
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm
-from .config import Config, Placement
-from .errors import ModelMismatch
+from .config import Config, Placement, Tier
+from .errors import ConfigError, ModelMismatch
 from .layout import FlatLayout
 from .memory.ledger import MASTERS, Ledger
-from .memory.pool import StagingPool
+from .memory.pool import BufferPool, StagingPool
+from .memory.tiers import Tiers
 from .partition import UnitPlan
 from .sharded import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .unit import ParamGroup, ParamSpec, Unit
@@ -83,14 +85,51 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
+_DISK_SLACK = 1.02  # padding of shards and of regions to whole pages
+
+
+def open_tiers(
+    config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+) -> Tiers:
+    """The tiers of a model; folders on disk are checked on all ranks before anything is changed (B22)."""
+    tiers = Tiers(comm, ledger)
+    needed: dict[str, int] = {}
+    trainable = [spec for spec in specs if spec.requires_grad]
+    low = sum(4 * math.prod(s.shape) for s in trainable if s.dtype.itemsize < 4 and config.master_weights)
+    moments = 2 if optimizer is not None else 0  # Adam's; others have fewer
+    for offload, nbytes in (
+        (config.offload_param, sum(math.prod(s.shape) * s.dtype.itemsize for s in specs)),
+        (config.offload_gradient, sum(math.prod(s.shape) * config.gradient_dtype.itemsize for s in trainable)),
+        (config.offload_optimizer, low + moments * sum(4 * math.prod(s.shape) for s in trainable)),
+    ):
+        if offload.tier is Tier.DISK:
+            needed[offload.path] = needed.get(offload.path, 0) + int(nbytes * _DISK_SLACK / comm.world_size)
+    problem: Exception | None = None
+    try:
+        for offload in (config.offload_param, config.offload_gradient, config.offload_optimizer):
+            tiers.open_folder(offload, needed.get(offload.path, 0))
+    except (ConfigError, OSError) as error:
+        problem = error
+    if needed:
+        everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(problem), "zs.shard: offload folders")]
+        found = next((error for error in everyone if error is not None), None)
+        if found is not None:
+            tiers.close()
+            raise found
+    return tiers
+
+
 class Builder:
     """Builds the units of one model; holds what all of them need."""
 
-    def __init__(self, config: Config, comm: Comm, ledger: Ledger, group_of: dict[int, int], serial: int) -> None:
+    def __init__(
+        self, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
+    ) -> None:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: of this model."""
-        self.config, self.comm, self.ledger, self.group_of = config, comm, ledger, group_of
+        self.config, self.comm, self.ledger, self.tiers, self.group_of = config, comm, ledger, tiers, group_of
         self.tag = serial << 20
         self.pool: StagingPool | None = None
+        self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
@@ -98,6 +137,7 @@ class Builder:
         buckets = [self._buckets(plan) for plan in plans]
         layouts = [[self._layout(bucket) for bucket in unit] for unit in buckets]
         self.pool = self._make_pool(buckets, layouts)
+        self._make_tier_pools(buckets, layouts)
         units = []
         for number, plan in enumerate(plans):
             groups = [
@@ -119,6 +159,25 @@ class Builder:
     def _layout(self, bucket: list[ParamSpec]) -> FlatLayout:
         return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size)
 
+    def _make_tier_pools(self, buckets: list[list[list[ParamSpec]]], layouts: list[list[FlatLayout]]) -> None:
+        """Buffers of constant size for shards that pass between tiers."""
+        config, tiers = self.config, self.tiers
+        pairs = [
+            (bucket[0], layout.shard_numel)
+            for unit, unit_layouts in zip(buckets, layouts, strict=True)
+            for bucket, layout in zip(unit, unit_layouts, strict=True)
+        ]
+        if config.row.parameter is Placement.SHARDED and tiers.away(config.offload_param):
+            nbytes = max(numel * spec.dtype.itemsize for spec, numel in pairs)
+            count = min(max(config.offload_param.buffer_count // 2, 2), len(pairs))
+            tiers.staging = StagingPool(self.comm, self.ledger, nbytes, count, min(len(pairs), 64))
+            if tiers.separate:
+                tiers.slots = BufferPool(self.ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
+        if config.row.gradient is Placement.SHARDED and tiers.away(config.offload_gradient):
+            nbytes = max(numel * max(4, self.gradient_dtype(spec.dtype).itemsize) for spec, numel in pairs)
+            tiers.landings = BufferPool(self.ledger, _STAGING_BUFFERS + 1, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(self.ledger, _STAGING_BUFFERS + 1, nbytes, tiers.host_buffer, Tier.HOST)
+
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` travel."""
         return self.config.send_dtype or dtype
@@ -139,31 +198,47 @@ class Builder:
         return StagingPool(self.comm, self.ledger, max(sizes, default=0), min(_STAGING_BUFFERS, limit), limit)
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
-        row, config = self.config.row, self.config
-        dtype = bucket[0].dtype
+        config, dtype = self.config, bucket[0].dtype
         label = f"{plan.name} ({dtype})"
-        values = ParameterBuffer(
-            layout, dtype, row.parameter, self.comm, self.ledger, f"gather {label}", config.map_shared
-        )
         self.tag += 1
-        values.region.number = self.tag
+        values = ParameterBuffer(
+            layout, dtype, config, self.comm, self.ledger, self.tiers, self.tag, f"gather {label}"
+        )
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
             grads = GradientBuffer(
-                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), row.gradient, self.comm, self.ledger,
-                self.pool, self.tag, f"reduce {label}",
+                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, self.comm, self.ledger,
+                self.pool, self.tiers, self.tag, f"reduce {label}",
             )  # fmt: skip
-            if grads.region is not None:
-                grads.region.number = self.tag
         group = ParamGroup(bucket, layout, self.comm, values, grads)
-        if grads is not None and config.master_weights and dtype in (torch.bfloat16, torch.float16):
-            numel = layout.shard_numel if row.optimizer is Placement.SHARDED else layout.numel
-            group.master = torch.zeros(numel, dtype=torch.float32, device=self.comm.device)
-            self.ledger.enter(MASTERS, group.master.nbytes)
+        if grads is not None:
+            self._place_states(group)
         for index, spec in enumerate(bucket):
             self._place(group, index, spec)
         return group
+
+    def _place_states(self, group: ParamGroup) -> None:
+        """Choose the tier of masters and optimizer states, and make room for masters."""
+        config, layout, dtype = self.config, group.layout, group.values.dtype
+        if self._offloads_next(layout.shard_numel):
+            group.offload = config.offload_optimizer
+        low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
+        rest, steps_on_host = group.values.rest, group.offload.tier is not Tier.DEVICE
+        # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
+        apart = (self.tiers.separate and rest.tier is Tier.DEVICE) if steps_on_host else not rest.resident
+        if low or apart or (steps_on_host and config.delayed_update is not None):
+            numel = layout.shard_numel if config.row.optimizer is Placement.SHARDED else layout.numel
+            group.master = self.tiers.rest(MASTERS, group.offload, numel, torch.float32 if low else dtype)
+
+    def _offloads_next(self, numel: int) -> bool:
+        """Spread the offloaded fraction of the states evenly over the units."""
+        ratio = self.config.offload_optimizer.ratio
+        self._stepped_numel += numel
+        if self.config.offload_optimizer.tier is Tier.DEVICE or self._offloaded_numel + numel / 2 > ratio * self._stepped_numel:
+            return False
+        self._offloaded_numel += numel
+        return True
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
         """Copy the value into the buffers and exchange the parameter object."""
@@ -186,7 +261,10 @@ class Builder:
             group.compute.append(fresh)
             group.versions.append(fresh._version)
             return
-        facade = ShardedParameter(group.local(index), spec.shape, group.homes[index], original.requires_grad)
+        facade = ShardedParameter(
+            None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
+            dtype=spec.dtype, device=self.comm.device,
+        )  # fmt: skip
         attributes = dict(original.__dict__) if not isinstance(original, ShardedTensor) else {}
         old = self._replace(spec, facade)
         if isinstance(old, ShardedTensor) or old is None or old.is_meta:
@@ -240,18 +318,18 @@ def carry_hooks(source: Tensor, target: Tensor) -> None:
 @torch.no_grad()
 def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """Put a whole (or alike sharded) value of parameter `index` into this rank's part of the buffers."""
+    group.begin_write()
     home = group.homes[index]
     piece = _piece_of(value, home.start, home.stop)
-    group.local(index).copy_(piece)
+    group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
     if group.master is None:
         return
-    if group.master.numel() == group.layout.shard_numel:
-        home.cut(group.master).copy_(piece)
+    if group.master.numel == group.layout.shard_numel:
+        group.master.store(home.begin, piece)
     else:
-        slot = group.layout.slots[index]
-        group.master[slot.offset : slot.stop].copy_(_whole_of(value).reshape(-1))
+        group.master.store(group.layout.slots[index].offset, _whole_of(value).reshape(-1))
 
 
 def _piece_of(value: Tensor, start: int, stop: int) -> Tensor:

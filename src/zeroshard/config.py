@@ -17,6 +17,14 @@ from torch import nn
 from .errors import ConfigError, did_you_mean
 
 
+class Tier(Enum):
+    """Where a model state rests."""
+
+    DEVICE = "device"  # the memory that computes (on a CPU: host memory)
+    HOST = "host"
+    DISK = "disk"
+
+
 class Placement(Enum):
     """How one model state lies over the data-parallel ranks."""
 
@@ -42,9 +50,86 @@ STAGES: dict[int, Row] = {
     3: Row(_S, _S, _S),  # Pos+g+p
 }
 
+_TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cpu": Tier.HOST, "host": Tier.HOST, "nvme": Tier.DISK, "disk": Tier.DISK}
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where one model state rests, in the field's vocabulary. A text in its place is its `device`.
+
+    device:        "none", "cpu" (host memory) or "nvme" (files on a local disk).
+    path:          nvme: an existing folder on that disk; a folder of this run is made in it, and removed at the end.
+    pin_memory:    page-locked host memory where there is a GPU: copies run beside the computation.
+    ratio:         optimizer: this fraction of the states is offloaded, the rest stays on the device.
+    buffer_count, buffer_nbytes: host buffers through which states pass, per rank: how many, and bytes of each. Parameters
+                   have half as many, each of the largest shard.
+    fused:         optimizer: step with torch's fused kernels. None: as the optimizer was built if it computes on the
+                   host (equal in bits to no offload), fused for a GPU.
+    checksum:      nvme: remember a checksum of everything written and compare when it is read.
+    any_filesystem: nvme: accept tmpfs and network file systems.
+    """
+
+    device: str = "none"
+    path: str | None = None
+    pin_memory: bool = True
+    ratio: float = 1.0
+    buffer_count: int = 8
+    buffer_nbytes: int = 16 << 20
+    fused: bool | None = None
+    checksum: bool = False
+    any_filesystem: bool = False
+
+    def __post_init__(self) -> None:
+        if self.device not in _TIERS:
+            raise ConfigError(
+                f"offload device: expected 'none', 'cpu' or 'nvme', got {self.device!r}.{did_you_mean(self.device, _TIERS)}"
+            )
+        if self.tier is Tier.DISK and self.path is None:
+            raise ConfigError("offload to 'nvme' needs a folder on a local disk: offload_path='...', or Offload('nvme', path='...').")
+        if not 0.0 <= self.ratio <= 1.0:
+            raise ConfigError(f"offload ratio: expected a number from 0 to 1, got {self.ratio!r}.")
+        if self.buffer_count < 2 or self.buffer_nbytes < 1 << 16:
+            raise ConfigError(
+                "offload buffers: expected a buffer_count of at least 2 and buffer_nbytes of at least 65536, got "
+                f"{self.buffer_count} and {self.buffer_nbytes}."
+            )
+
+    @property
+    def tier(self) -> Tier:
+        return _TIERS[self.device]
+
+    @classmethod
+    def of(cls, given: object, path: str | None, name: str) -> Offload:
+        """From an Offload, a device name, a mapping of fields, or None."""
+        if isinstance(given, Offload):
+            return given
+        if given is None or isinstance(given, str):
+            device = given or "none"
+            return cls(device, path=path if _TIERS.get(device) is Tier.DISK else None)
+        if isinstance(given, Mapping):
+            given = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
+            known = {f.name for f in dataclasses.fields(cls)}
+            for key in given:
+                if key not in known:
+                    raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}.")
+            return cls(**{"path": path, **given} if _TIERS.get(given.get("device", "none")) is Tier.DISK else dict(given))
+        raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {type(given).__name__}.")
+
+
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 UNIT_CHOICES = ("auto", "model", "leaf")
+
+PRESETS: dict[str, dict[str, object]] = {
+    "ddp": {"stage": 0},
+    "zero-1": {"stage": 1},
+    "zero-2": {"stage": 2},
+    "zero-3": {"stage": 3},
+    "zero-offload": {"stage": 2, "offload_optimizer": "cpu"},  # arXiv 2101.06840
+    "zero-3-offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    # arXiv 2104.07857; needs offload_path
+    "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
+}
 
 Units = str | tuple | Callable[[str, nn.Module], bool]
 
@@ -72,6 +157,16 @@ class Config:
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
     keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host.py).
+    offload_optimizer: where optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
+                      device ("none", "cpu", "nvme"), or a mapping of its fields.
+    offload_gradient: where reduced gradient shards rest (stages 2, 3). Default: on the host if the optimizer is offloaded.
+    offload_param:    where parameter shards rest (stage 3).
+    offload_path:     folder for every state on "nvme" that does not name its own.
+    delayed_update:   None, or after so many warm-up steps the host's update of a step runs beside the next step's forward
+                      and backward (one step late; ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper).
+    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
+                      gathered in between.
+    prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
     stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing.
     """
 
@@ -93,6 +188,13 @@ class Config:
     max_skipped_steps: int = 50
     map_shared: bool = True
     keep_host_memory: bool = True
+    offload_optimizer: Offload | str | Mapping | None = None
+    offload_gradient: Offload | str | Mapping | None = None
+    offload_param: Offload | str | Mapping | None = None
+    offload_path: str | None = None
+    delayed_update: int | None = None
+    max_live_parameters: int = 0
+    prefetch_bucket_size: int | None = None
     stall_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -103,7 +205,8 @@ class Config:
         if isinstance(self.units, str) and self.units not in UNIT_CHOICES:
             # a bare class name is a natural slip for a tuple of one
             object.__setattr__(self, "units", (self.units,))
-        for name in ("max_grad_norm", "max_unit_numel", "stall_timeout_s", "prefetch_nbytes", "min_unit_numel"):
+        for name in ("max_grad_norm", "max_unit_numel", "stall_timeout_s", "prefetch_nbytes", "min_unit_numel",
+                     "delayed_update", "max_live_parameters", "prefetch_bucket_size"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and (isinstance(value, (str, bool)) or not value >= 0):
                 raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
@@ -116,6 +219,30 @@ class Config:
                 raise ConfigError(f"{name}: expected torch.float32, bfloat16 or float16, got {value!r}.")
         if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
             raise ConfigError(f"loss_scale: expected 'dynamic' or a number, got {self.loss_scale!r}.")
+        self._normalise_offload()
+
+    def _normalise_offload(self) -> None:
+        path = str(self.offload_path) if self.offload_path is not None else None
+        for name in ("offload_optimizer", "offload_gradient", "offload_param"):
+            given = getattr(self, name)
+            if given is None and name == "offload_gradient" and self.row.gradient is Placement.SHARDED:
+                given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None  # type: ignore[union-attr]
+            object.__setattr__(self, name, Offload.of(given, path, name))
+        needs = {
+            "offload_optimizer": (self.row.optimizer, "1, 2 or 3"),
+            "offload_gradient": (self.row.gradient, "2 or 3"),
+            "offload_param": (self.row.parameter, "3"),
+        }
+        for name, (placement, stages) in needs.items():
+            if getattr(self, name).tier is not Tier.DEVICE and placement is not Placement.SHARDED:
+                raise ConfigError(
+                    f"{name}={getattr(self, name).device!r} needs stage {stages}: at stage {self.stage} this state is "
+                    f"{placement.value}. Raise the stage, or leave {name} out."
+                )
+        if self.delayed_update is not None and self.offload_optimizer.tier is Tier.DEVICE:  # type: ignore[union-attr]
+            raise ConfigError("delayed_update needs offload_optimizer='cpu' or 'nvme': it hides the host's update.")
+        if self.delayed_update is not None and self.offload_param.tier is Tier.DISK:  # type: ignore[union-attr]
+            raise ConfigError("delayed_update with offload_param='nvme' would write parameters twice: choose one of them.")
 
     def _normalise_precision(self) -> None:
         given = self.precision
@@ -138,9 +265,23 @@ class Config:
         given = {name: value for name, value in options.items() if value is not None}
         return dataclasses.replace(config, **given) if config is not None else cls(**given)  # type: ignore[arg-type]
 
+    @classmethod
+    def preset(cls, name: str, **options: object) -> Config:
+        """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
+        if name not in PRESETS:
+            raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}")
+        return cls.build(None, **{**PRESETS[name], **options})
+
     @property
     def row(self) -> Row:
         return STAGES[self.stage]
+
+    @property
+    def prefetch_limit_nbytes(self) -> int:
+        """Bytes that may be gathered ahead of use."""
+        if self.prefetch_bucket_size is None:
+            return self.prefetch_nbytes
+        return self.prefetch_bucket_size * self.compute_dtype.itemsize
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -7,7 +7,9 @@ User mistakes are also ValueError or TypeError, so that ordinary handlers catch 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
+from errno import EBADMSG, EDQUOT, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
 
 
 class ZeroshardError(RuntimeError):
@@ -34,6 +36,10 @@ class ShardedWriteError(ShardedAccessError):
     """An in-place write that cannot be carried out on slices."""
 
 
+class TiledAccessError(ShardedAccessError, AttributeError):
+    """The weight of a tiled module was read or assigned: it is in the tiles."""
+
+
 class ModelClosed(ZeroshardError):
     """A model or optimizer is used after `zs.close`."""
 
@@ -58,6 +64,34 @@ class StallError(ZeroshardError):
 
 class NonFiniteError(ZeroshardError):
     """Too many steps in a row had non-finite gradients."""
+
+
+class SwapError(ConfigError):
+    """A folder cannot serve as swap space; the message says what it lacks and what to do."""
+
+
+_IO_REMEDIES = {
+    ENOSPC: "free space on that filesystem, or choose a folder with more room",
+    EDQUOT: "the quota is used up: have it raised, or choose a folder on another filesystem",
+    EINVAL: "the filesystem does not take direct I/O at multiples of 4096 bytes: choose a folder on another one",
+    EROFS: "choose a folder on a filesystem that can be written",
+    EIO: "the device failed: see the kernel's log (dmesg), and restart from the last checkpoint with another folder",
+    ENODATA: "the file was cut while in use: nothing else may write in that folder; restart from the last checkpoint",
+    EBADMSG: "what was read is not what was written: check the device, and restart from the last checkpoint",
+}
+
+
+class OffloadIOError(ZeroshardError):
+    """A read or write of an offloaded tensor failed: `file` (path), `offset` (bytes), `errno`."""
+
+    def __init__(self, file: str, offset: int, errno: int, what: str = "access") -> None:
+        self.file, self.offset, self.errno, self.what = str(file), offset, errno, what
+        remedy = _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
+        name = errorcode.get(errno, str(errno))
+        super().__init__(f"{what} of {self.file} failed at byte {offset}: {name} ({os.strerror(errno)}); {remedy}")
+
+    def __reduce__(self) -> tuple:
+        return OffloadIOError, (self.file, self.offset, self.errno, self.what)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

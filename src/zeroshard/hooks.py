@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .partition import policy_dtype
 from .precision import cast_floating
 from .runtime import Runtime
+from .tiles import Tile
 from .unit import ParamGroup, Unit
 
 
@@ -22,7 +23,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     for name, module in runtime.model.named_modules():
         dtype = policy_dtype(name, module, runtime.config)
-        if dtype is not None and dtype != runtime.config.compute_dtype:
+        if dtype is not None and dtype != runtime.config.compute_dtype and not isinstance(module, Tile):
             _attach_policy(runtime, module, dtype)
     for unit in runtime.units:
         if unit.sharded:
@@ -66,6 +67,11 @@ def _attach_root(runtime: Runtime) -> None:
     runtime.handles.append(model.register_forward_hook(after))
 
 
+def _marks(unit: Unit) -> bool:
+    """Whether a unit's backward can be over before all its gradients are there: some are frozen, or (tiles) tied."""
+    return unit.has_frozen or isinstance(unit.modules[0], Tile)
+
+
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     compiled = module._compiled_call_impl
     if compiled is not None:
@@ -77,7 +83,7 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         outermost = unit.depth == 0
         runtime.enter(unit)
-        return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.has_frozen else None
+        return runtime.mark_inputs(unit, args, kwargs) if outermost and _marks(unit) else None
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple, output: Any) -> None:
@@ -91,7 +97,7 @@ def _call_compiled(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kw
     """A unit's forward around a compiled call."""
     outermost = unit.depth == 0
     runtime.enter(unit)
-    if outermost and unit.has_frozen:
+    if outermost and _marks(unit):
         args, kwargs = runtime.mark_inputs(unit, args, kwargs)
     output = None
     try:

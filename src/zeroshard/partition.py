@@ -4,6 +4,7 @@
              large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
     model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
 
+A tile (tiles.py) is a unit of its own in every mode, whatever is around it: it is there to be gathered alone.
 A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes in elements.
 """
 
@@ -17,8 +18,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .config import Config
+from .config import Config, Units
 from .errors import ConfigError, ShardedAccessError, did_you_mean
+from .tiles import Tile, Tiled, class_and_name
 from .unit import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -85,15 +87,17 @@ def policy_dtype(prefix: str, module: nn.Module, config: Config) -> torch.dtype 
     """The dtype that `Config.dtypes` assigns to a module, by class name or by a pattern over its name."""
     from fnmatch import fnmatchcase
 
+    cls, prefix = class_and_name(module, prefix)
     for key, dtype in config.dtypes.items():
-        if key in [cls.__name__ for cls in type(module).__mro__] or fnmatchcase(prefix, key):
+        if key in [base.__name__ for base in cls.__mro__] or fnmatchcase(prefix, key):
             return dtype
     return None
 
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Units in the order of the model; every spec in exactly one of them."""
-    blocks = _blocks(model, config)
+    blocks = find_blocks(model, config.units)
+    blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
     nearest = _nearest_block(model, set(plans))
     rest: list[ParamSpec] = []
@@ -107,15 +111,15 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
     units = [plan for plan in plans.values() if plan.specs]
     if config.max_unit_numel is not None:
         units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
-    units = _merge(units, config.min_unit_numel)
+    tiles = [unit for unit in units if _is_tile(unit)]
+    units = _merge([unit for unit in units if not _is_tile(unit)], config.min_unit_numel) + tiles
     units = _rest_units(model, config, units, rest) + units
     return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
 
 
-def _blocks(model: nn.Module, config: Config) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module that becomes a unit; the root module is never among them."""
+def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that `units` means; the root module is never among them. option: its name, for errors."""
     named = [(name, module) for name, module in model.named_modules() if module is not model]
-    units = config.units
     if units == "model":
         return []
     if units == "leaf":
@@ -124,16 +128,16 @@ def _blocks(model: nn.Module, config: Config) -> list[tuple[str, nn.Module]]:
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
         return [(name, module) for name, module in named if units(name, module)]
-    return _of_classes(named, tuple(units))  # type: ignore[arg-type]
+    return _of_classes(named, tuple(units), option)  # type: ignore[arg-type]
 
 
-def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple) -> list[tuple[str, nn.Module]]:
+def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) -> list[tuple[str, nn.Module]]:
     known = {type(module).__name__ for _, module in named}
     for item in wanted:
         name = item if isinstance(item, str) else item.__name__
         if name not in known:
             raise ConfigError(
-                f"units: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+                f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
             )
     names = {item for item in wanted if isinstance(item, str)}
     classes = tuple(item for item in wanted if not isinstance(item, str))
@@ -147,7 +151,7 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
     found: list[tuple[str, nn.Module]] = []
 
     def visit(prefix: str, module: nn.Module) -> None:
-        children = list(module.named_children())
+        children = [(name, child) for name, child in module.named_children() if not isinstance(child, Tiled)]
         counts = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name
@@ -194,7 +198,8 @@ def _rest_units(
     for spec in rest:
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in owners[0]._parameters.values() if p is not None)
-        if own_numel >= large_numel and model not in owners and all(_is_leaf(owner) for owner in owners):
+        tiles = all(isinstance(owner, Tile) for owner in owners)
+        if tiles or own_numel >= large_numel and model not in owners and all(_is_leaf(owner) for owner in owners):
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
             plan.specs.append(spec)
@@ -212,6 +217,10 @@ def _is_leaf(module: nn.Module) -> bool:
 def _is_called(module: nn.Module) -> bool:
     """False for the leaf inside nn.MultiheadAttention: its parameters are read by the parent."""
     return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def _is_tile(unit: UnitPlan) -> bool:
+    return isinstance(unit.modules[0], Tile)
 
 
 def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:

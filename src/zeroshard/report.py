@@ -6,6 +6,8 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+    moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
+                      2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from dataclasses import asdict, dataclass
 
 from torch import nn
 
-from .config import Placement
+from .config import Placement, Tier
 from .memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING, Traffic
 from .runtime import Runtime, runtime_of
+from .unit import ParamGroup
 
 STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
@@ -26,7 +29,9 @@ class Report:
     """What zeroshard holds and has sent on this rank. All sizes in bytes.
 
     at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
-    state. peak: highest so far by category. communication: totals by kind. *_nbytes_per_step: sent by one rank.
+    state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
+    category. moved: so far between tiers; theory_moved_per_step: by one backward and step, by formula. communication: totals
+    by kind. *_nbytes_per_step: sent by one rank.
     """
 
     stage: int
@@ -38,6 +43,9 @@ class Report:
     formula: dict[str, int]
     ddp: dict[str, int]
     peak: dict[str, int]
+    elsewhere: dict[str, dict[str, int]]
+    moved: dict[str, int]
+    theory_moved_per_step: dict[str, int]
     communication: dict[str, Traffic]
     steps: int
     theory_nbytes_per_step: int
@@ -60,6 +68,11 @@ class Report:
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
         lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]
+        for tier, held in self.elsewhere.items():
+            lines.append(f"on {tier}: " + ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items()))
+        for link, nbytes in self.moved.items():
+            theory = self.theory_moved_per_step.get(link, 0)
+            lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
         lines += [f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
         lines.append(
             f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
@@ -72,11 +85,12 @@ def report(model: nn.Module) -> Report:
     """The report of a sharded model on this rank (not collective)."""
     runtime = runtime_of(model)
     ledger, world = runtime.ledger, runtime.comm.world_size
-    states = {
-        PARAMETERS: ledger.now[PARAMETERS],
-        GRADIENTS: ledger.now[GRADIENTS],
-        OPTIMIZER: ledger.now[OPTIMIZER] + ledger.now[MASTERS],
+    elsewhere = {
+        tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()
     }
+    states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
+              for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
+    states[OPTIMIZER] += states.pop(MASTERS)
     sent = sum(traffic.nbytes for traffic in ledger.traffic.values())
     return Report(
         stage=runtime.config.stage,
@@ -88,6 +102,9 @@ def report(model: nn.Module) -> Report:
         formula=_formula(runtime, sharded=True),
         ddp=_formula(runtime, sharded=False),
         peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
+        elsewhere={tier: held for tier, held in elsewhere.items() if held},
+        moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.moved.items()},
+        theory_moved_per_step=theory_moved_per_step(runtime),
         communication={kind: Traffic(t.count, t.nbytes, dict(t.units)) for kind, t in ledger.traffic.items()},
         steps=runtime.steps,
         theory_nbytes_per_step=theory_nbytes_per_step(runtime),
@@ -110,7 +127,7 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
         numel = group.layout.true_numel
         totals[PARAMETERS] += held(row.parameter, numel * group.values.full.itemsize)
         if group.grads is not None:
-            totals[GRADIENTS] += held(row.gradient, numel * group.grads.shard.itemsize)
+            totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
             master = 4 if group.master is not None else 0
             totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
     return totals
@@ -120,10 +137,12 @@ def _moments_per_element(runtime: Runtime) -> float:
     """Bytes of optimizer moments per stepped element, read off the states (0 before the first step)."""
     if runtime.optimizer is None:
         return 0.0
-    core = runtime.optimizer.core
-    for tensor, state in core.inner.state.items():
+    for tensor, state in runtime.optimizer.core.inner.state.items():
         like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
         return float(sum(v.element_size() for v in like))
+    for group in runtime.groups:
+        if group.columns:
+            return float(sum(column.dtype.itemsize for column in group.columns.values()))
     return 0.0
 
 
@@ -140,5 +159,64 @@ def theory_nbytes_per_step(runtime: Runtime) -> int:
         if group.grads is not None:
             total += numel * group.grads.send_dtype.itemsize
             if row.gradient is Placement.REPLICATED:
-                total += numel * group.grads.shard.itemsize
+                total += numel * group.grads.dtype.itemsize
     return total * (world - 1) // world
+
+
+Link = tuple[Tier, Tier]  # from, to
+
+
+def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
+    """Bytes that one rank moves between tiers in a step of one backward, by link: see the module's formulas."""
+    totals: dict[str, int] = {}
+    for group in runtime.groups:
+        numel = -(-group.layout.true_numel // runtime.comm.world_size)
+        for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
+            for (source, target), itemsize in moved.items():
+                link = f"{source.value} -> {target.value}"
+                totals[link] = totals.get(link, 0) + numel * itemsize
+    return totals
+
+
+def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Bytes an element of the shard that one forward and backward move, by link."""
+    moved: dict[Link, int] = {}
+    if group.values.staged:
+        _move(moved, runtime, group.values.tier, Tier.DEVICE, 2 * group.values.dtype.itemsize)
+    if group.grads is not None and group.grads.departure is not None:
+        tier, departure = group.grads.rest.tier, group.grads.departure
+        if runtime.tiers.separate:
+            _move(moved, runtime, Tier.DEVICE, Tier.HOST, departure.dtype.itemsize)
+        _move(moved, runtime, Tier.HOST, tier, group.grads.dtype.itemsize)
+    return moved
+
+
+def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Bytes an element of the shard that optimizer.step() moves, by link."""
+    moved: dict[Link, int] = {}
+    if group.grads is None or runtime.optimizer is None:
+        return moved
+    values, gradient = group.values.rest, group.grads.rest
+    stepped = group.master if group.master is not None else values
+    here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # where it is stepped
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
+    if group.offload.tier is Tier.DISK:
+        _move(moved, runtime, Tier.DISK, here, states)
+        _move(moved, runtime, here, Tier.DISK, states)
+    _move(moved, runtime, gradient.tier, here, gradient.dtype.itemsize)
+    _move(moved, runtime, stepped.tier, here, stepped.dtype.itemsize)
+    _move(moved, runtime, here, stepped.tier, stepped.dtype.itemsize)
+    if stepped is not values:
+        _move(moved, runtime, here, values.tier, values.dtype.itemsize)
+    return moved
+
+
+def _move(moved: dict[Link, int], runtime: Runtime, source: Tier, target: Tier, itemsize: int) -> None:
+    """Count the hops between two tiers. Where the device's memory is the host's there is none between these."""
+    path = [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    begin, end = path.index(source), path.index(target)
+    step = 1 if begin < end else -1
+    for hop in range(begin, end, step):
+        link = (path[hop], path[hop + step])
+        if runtime.tiers.separate or Tier.DISK in link:
+            moved[link] = moved.get(link, 0) + itemsize

@@ -24,9 +24,11 @@ from .config import Config
 from .errors import ModelChanged, ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
+from .memory.tiers import Tiers
 from .precision import LossScaler, cast_floating, find_tensors, map_tensors
 from .schedule import Schedule, Visit
 from .sharded import clear_local_grad, local_grad
+from .tiles import Tile
 from .unit import ParamGroup, Phase, Unit
 
 _LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
@@ -54,10 +56,11 @@ class Runtime:
     """Everything that zeroshard keeps about one sharded model. `runtime_of(model)` finds it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, comm: Comm, units: list[Unit], ledger: Ledger, pool: StagingPool
-    ) -> None:
-        self.model, self.config, self.comm, self.units, self.ledger, self.pool = (
-            model, config, comm, units, ledger, pool,
+        self, model: nn.Module, config: Config, comm: Comm, units: list[Unit], ledger: Ledger, pool: StagingPool,
+        tiers: Tiers,
+    ) -> None:  # fmt: skip
+        self.model, self.config, self.comm, self.units, self.ledger, self.pool, self.tiers = (
+            model, config, comm, units, ledger, pool, tiers,
         )  # fmt: skip
         self.schedule = Schedule([unit.name for unit in units])
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
@@ -85,6 +88,7 @@ class Runtime:
         self._order = [unit.number for unit in reversed(units) if unit.expected]  # agreed, for ordered comms
         self._completed: list[int] = []  # in this backward, in this rank's order
         self._agreed = False
+        self._departing: list[int] = []  # units whose reduced gradients have not left for where they rest
         self._kept: list[Unit] = []  # units whose memory an output still refers to
         self.handles: list[Any] = []  # hooks, for close
         self.compiled: list[tuple[nn.Module, Any]] = []
@@ -101,6 +105,7 @@ class Runtime:
         """Before the model's own forward: state left by a failed backward goes, inputs are cast."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
+        self.tiers.check()
         if self._active and not _in_backward():
             self._abandon()
         if not self._active:
@@ -170,15 +175,31 @@ class Runtime:
         unit.depth -= 1
         if unit.depth > 0 or unit.pinned:
             return
+        if output is not None:
+            self._gather_staged()
         if torch.is_grad_enabled() and output is not None:
             self._watch(unit, output)
-            if self._active and unit.sharded:
-                unit.in_backward = True  # recomputation: the unit's backward follows at once
+            if self._active and unit.sharded and not isinstance(unit.modules[0], Tile):
+                unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'
         if unit.in_backward or not unit.sharded:
             return
         unit.swap_out()
-        if not self.schedule.repeats(Visit(unit.number, False), self._in_training()):
+        if not self.schedule.repeats(Visit(unit.number, False), self._in_training()) and not self._lives_on(unit):
             self._release(unit)
+
+    def _lives_on(self, unit: Unit) -> bool:
+        """True if the unit is needed again before more than `max_live_parameters` elements have been gathered."""
+        left = self.config.max_live_parameters - unit.gathered_numel
+        seen = {unit.number}
+        for visit in self.schedule.upcoming(self._in_training()) if left >= 0 else ():
+            if visit.unit == unit.number:
+                return True
+            if visit.unit not in seen:
+                seen.add(visit.unit)
+                left -= self.units[visit.unit].gathered_numel
+            if left < 0:
+                return False
+        return False
 
     def _in_training(self) -> bool:
         """Which record a visit belongs to: reentrant checkpointing runs parts of a training step without gradients."""
@@ -208,20 +229,39 @@ class Runtime:
             self.messages.append(message)
         unit.ready()
         unit.swap_in()
-        if self.config.overlap and not self.comm.shares_memory:
+        if self.optimizer is not None:
+            self.optimizer.core.poll()
+        if self.config.overlap:
             self._prefetch(training)
 
     def _prefetch(self, training: bool) -> None:
-        """Gather ahead: at least the next unit, further ones within the byte budget."""
-        budget, ahead = self.config.prefetch_nbytes, 0
-        for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]:
-            unit = self.units[visit.unit]
-            if unit.phase is Phase.READY:
-                continue  # still in use; its later visit gathers it again
-            if ahead and ahead + unit.gathered_nbytes > budget:
+        """Fetch ahead from other tiers as far as buffers allow, and gather ahead: the next unit, more within the budget.
+
+        Over shared memory a gather is a copy by this rank: nothing is won by an early one, unless peers wait for it. A
+        shard that is still on its way is not waited for here; ordered comms gather it at `_gather_staged`, since there
+        ranks must start collectives in one order, whatever their disks do.
+        """
+        upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]]
+        upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
+        for unit in upcoming:
+            if not unit.fetch():
+                break
+        ahead = 0
+        for unit in upcoming:
+            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
                 return
             ahead += unit.gathered_nbytes
-            unit.gather()
+            if (unit.fetched and not self.comm.ordered) if unit.staged else not self.comm.shares_memory:
+                unit.gather()
+
+    def _gather_staged(self) -> None:
+        """Ordered comms: gather the next unit that rests elsewhere, now that the device has been given its work."""
+        if not self.comm.ordered or not self.config.overlap:
+            return
+        for visit in self.schedule.upcoming(self._in_training())[:1]:
+            unit = self.units[visit.unit]
+            if unit.staged and unit.phase is not Phase.READY:
+                unit.gather()
 
     def _watch(self, unit: Unit, output: Any) -> None:
         """Let the first gradient that reaches an output of the unit gather it again."""
@@ -297,6 +337,7 @@ class Runtime:
     def _complete(self, unit: Unit) -> None:
         """All gradients of the unit are there."""
         unit.arrived = 0
+        self._gather_staged()
         if self.sync:
             self._completed.append(unit.number)
             if self.comm.ordered:
@@ -315,6 +356,21 @@ class Runtime:
                 if not self.config.overlap:
                     group.grads.settle()
         self.comm.poll()
+        self._depart(unit)
+
+    def _depart(self, latest: Unit) -> None:
+        """Gradients that rest elsewhere leave while backward goes on; the device's only stream does not wait for the latest."""
+        for number in self._departing:
+            if number != latest.number:
+                for group in self.units[number].trainable:
+                    group.grads.depart()
+        self._departing = [
+            number
+            for number in [*self._departing, latest.number]
+            if any(group.grads.departing for group in self.units[number].trainable)
+        ]
+        if self.optimizer is not None:
+            self.optimizer.core.poll()
 
     def _reduce_in_order(self) -> None:
         """Start what may start: a reduction waits for those before it in the agreed order."""
@@ -406,7 +462,7 @@ class Runtime:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
         self.accumulated = False
-        self._reduced, self._touched, self._completed = set(), set(), []
+        self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
 
     # -- the rest --------------------------------------------------------------------------------------------
 
@@ -421,14 +477,22 @@ class Runtime:
             if unit.depth == 0 and not unit.in_backward and not unit.pinned:
                 self._release(unit)
 
+    def settle(self) -> None:
+        """Before shards are written: no unit keeps what was gathered or fetched from them."""
+        for unit in self.units:
+            if unit.depth == 0 and not unit.pinned:
+                unit.release()
+                unit.forget()
+
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
         self._active = self._scaled = False
-        self._reduced, self._touched, self._completed = set(), set(), []
+        self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
         for unit in self.units:
             unit.arrived, unit.depth, unit.in_backward = 0, 0, False
             unit.swap_out()
             self._release(unit)
+            unit.forget()
             for group in unit.trainable:
                 group.grads.discard()
 

@@ -35,11 +35,14 @@ class Home(Protocol):
     def before_write(self) -> None:
         """A parameter's slice is about to be written (collective where peers read it in place)."""
 
-    def after_write(self) -> None:
-        """A parameter's slice was written: masters follow."""
+    def fetch(self, gradient: bool) -> Tensor:
+        """The slice of the value (or of the gradient) where it rests: a view, or a copy."""
 
-    def after_gradient_write(self) -> None:
-        """The gradient's slice was written: its norm is no longer known."""
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        """Elements [offset, offset + n) of a parameter's slice became `local` (n,): a view, or a copy to be put back."""
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        """The same of the gradient's slice."""
 
     def gather_local(self, local: Tensor) -> Tensor:
         """(shape) from every rank's slice (collective)."""
@@ -54,18 +57,27 @@ class Home(Protocol):
 class ShardedTensor(torch.Tensor):
     """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
 
-    _local: Tensor  # (stop - start,)
+    _held: Tensor | None  # (stop - start,), or None: the home fetches what is at rest
     _home: Home
     _of_parameter = False  # an alias of a parameter (p.data, p[0])
     _of_gradient = False  # a gradient, or an alias of one
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], home: Home, requires_grad: bool = False) -> ShardedTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
-        )
-        tensor._local, tensor._home = local, home
+    def __new__(
+        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = False, *,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ) -> ShardedTensor:  # fmt: skip
+        """dtype, device: where `local` is None."""
+        if local is not None:
+            dtype, device = local.dtype, local.device
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        tensor._held, tensor._home = local, home
         return tensor
+
+    @property
+    def _local(self) -> Tensor:
+        """This rank's slice (stop - start,): shares memory, or (offloaded) is a copy that a write must put back."""
+        return self._held if self._held is not None else self._home.fetch(self._of_gradient)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -122,9 +134,12 @@ class ShardedParameter(ShardedTensor):
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, shape: tuple[int, ...], home: Home, requires_grad: bool = True
-    ) -> ShardedParameter:
-        return ShardedTensor.__new__(cls, local, shape, home, requires_grad)  # type: ignore[return-value]
+        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = True, *,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ) -> ShardedParameter:  # fmt: skip
+        return ShardedTensor.__new__(  # type: ignore[return-value]
+            cls, local, shape, home, requires_grad, dtype=dtype, device=device
+        )
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -232,11 +247,11 @@ def _begin_write(tensor: ShardedTensor) -> None:
         tensor._home.before_write()
 
 
-def _end_write(tensor: ShardedTensor) -> None:
+def _end_write(tensor: ShardedTensor, local: Tensor) -> None:
     if isinstance(tensor, ShardedParameter) or tensor._of_parameter:
-        tensor._home.after_write()
+        tensor._home.after_write(local)
     elif tensor._of_gradient:
-        tensor._home.after_gradient_write()
+        tensor._home.after_gradient_write(local)
 
 
 def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
@@ -247,7 +262,7 @@ def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
 
 def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     source = args[0]
-    result = ShardedTensor(source._local, tuple(source.shape), source._home)
+    result = ShardedTensor(source._held, tuple(source.shape), source._home, dtype=source.dtype, device=source.device)
     # writes through `p.data` or `p.detach()` are writes to the parameter
     _inherit(result, source)
     return result
@@ -267,8 +282,9 @@ def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     _begin_write(target)
     whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
     func(whole, *args[1:], **kwargs)
-    target._local.copy_(whole.view(-1)[target._home.start : target._home.stop])
-    _end_write(target)
+    local = target._local
+    local.copy_(whole.view(-1)[target._home.start : target._home.stop])
+    _end_write(target, local)
     return target
 
 
@@ -276,10 +292,11 @@ def _copy_(func: Any, args: tuple, kwargs: dict) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, ShardedTensor):
         raise _refusal(func, args, kwargs)
-    local = _local_of(source, target)
+    given = _local_of(source, target)
     _begin_write(target)
-    target._local.copy_(local)
-    _end_write(target)
+    local = target._local
+    local.copy_(given)
+    _end_write(target, local)
     return target
 
 
@@ -296,11 +313,14 @@ class RangeHome:
     def before_write(self) -> None:
         self.parent.before_write()
 
-    def after_write(self) -> None:
-        self.parent.after_write()
+    def fetch(self, gradient: bool) -> Tensor:
+        return self.parent.fetch(gradient)[self.begin : self.begin + self.stop - self.start]
 
-    def after_gradient_write(self) -> None:
-        self.parent.after_gradient_write()
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.parent.after_write(local, self.begin + offset)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.parent.after_gradient_write(local, self.begin + offset)
 
     def gather_local(self, local: Tensor) -> Tensor:
         return self.parent.gather_local(local)
@@ -316,8 +336,8 @@ def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) 
     row_numel = source.numel() // max(source.shape[0], 1)
     name = f"{source._home.name}[{start}:{stop}]"
     home = RangeHome(source._home, name, start * row_numel, (stop - start) * row_numel)
-    local = source._local[home.begin : home.begin + home.stop - home.start]
-    view = ShardedTensor(local, shape, home)
+    local = None if source._held is None else source._held[home.begin : home.begin + home.stop - home.start]
+    view = ShardedTensor(local, shape, home, dtype=source.dtype, device=source.device)
     _inherit(view, source)
     return view
 
@@ -376,7 +396,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         *(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()}
     )
     if target is not None:
-        _end_write(target)
+        _end_write(target, local)  # in-place and out= return what they wrote
         return target
     if not isinstance(local, Tensor):
         raise _refusal(func, args, kwargs)
@@ -402,9 +422,10 @@ def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
     writes = _writes_first(func)
     for lead in leads if writes else ():
         _begin_write(lead)
-    results = func(*(localise(a) for a in args), **{k: localise(v) for k, v in kwargs.items()})
-    for lead in leads if writes else ():
-        _end_write(lead)
+    localised = [localise(a) for a in args]
+    results = func(*localised, **{k: localise(v) for k, v in kwargs.items()})
+    for lead, local in zip(leads, localised[0], strict=True) if writes else ():
+        _end_write(lead, local)
     if writes:
         return None
     return [ShardedTensor(r, tuple(t.shape), t._home) for r, t in zip(results, leads, strict=True)]

@@ -3,7 +3,9 @@
 A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
 flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
 
-    SHARDED -> GATHERING -> READY -> SHARDED          an illegal step raises with both phases and the unit's name
+    SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
+
+FETCHING is for shards that rest on the host or on disk and are on their way to the device, ahead of the gather.
 
 While READY and in use, the modules hold the *compute* parameters (views of the flat buffer); at rest they hold the
 sharded parameters. A unit is in use while a forward runs inside it (`depth`), and from its first gradient to its last
@@ -21,8 +23,10 @@ from torch import Tensor, nn
 
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
+from .config import Offload
 from .errors import ModelChanged
 from .layout import FlatLayout
+from .memory.tiers import Rest
 from .sharded import ReleasedParameter, ShardedTensor
 
 
@@ -30,12 +34,14 @@ class Phase(Enum):
     """Where a sharded unit's memory stands."""
 
     SHARDED = "sharded"
+    FETCHING = "fetching"
     GATHERING = "gathering"
     READY = "ready"
 
 
 _ALLOWED = {
-    Phase.SHARDED: {Phase.GATHERING},
+    Phase.SHARDED: {Phase.FETCHING, Phase.GATHERING},
+    Phase.FETCHING: {Phase.GATHERING, Phase.SHARDED},
     Phase.GATHERING: {Phase.READY},
     Phase.READY: {Phase.SHARDED},
 }
@@ -63,23 +69,26 @@ class ParamHome:
         piece = group.layout.piece(index, group.comm.rank)
         self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
         self.piece = piece
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # in this rank's shard
 
-    def cut(self, shard: Tensor) -> Tensor:
-        """This parameter's piece of a shard (shard_numel,)."""
-        return shard[self.piece.shard_offset : self.piece.shard_offset + self.piece.numel]
+    def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
+        """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
+        return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
 
-    def wrap(self, local: Tensor) -> ShardedTensor:
-        """A sharded tensor of the parameter's shape over a local piece."""
-        return ShardedTensor(local, self.group.specs[self.index].shape, self)
+    def fetch(self, gradient: bool) -> Tensor:
+        """This rank's slice of the value, or of the gradient: a view, or a copy of what rests elsewhere."""
+        return self.group.grads.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
 
     def before_write(self) -> None:
+        self.group.begin_write()
         self.group.comm.fence_write()
 
-    def after_write(self) -> None:
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.values.rest.store(self.begin + offset, local)
         self.group.dirty.add(self.index)
 
-    def after_gradient_write(self) -> None:
-        self.group.grads.square_sum = None
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.grads.store(self.begin + offset, local)
 
     def gather_local(self, local: Tensor) -> Tensor:
         parts = gather_uneven(self.group.comm, local, f"full tensor of {self.name}")
@@ -116,7 +125,9 @@ class ParamGroup:
     comm: Comm
     values: ParameterBuffer
     grads: GradientBuffer | None
-    master: Tensor | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
+    master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
+    offload: Offload = Offload()  # of masters and optimizer states
+    columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
@@ -124,6 +135,7 @@ class ParamGroup:
     dirty: set[int] = field(default_factory=set)
     versions: list[int] = field(default_factory=list)
     runtime: Any = None  # whose group this is
+    unit: Any = None  # of which it is a part
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
@@ -133,9 +145,21 @@ class ParamGroup:
     def trainable(self) -> bool:
         return self.grads is not None
 
+    def begin_write(self) -> None:
+        """The user is about to write values, masters or states: nobody may go on with earlier ones."""
+        if self.unit is not None:
+            self.unit.outdate()
+        if self.runtime is not None and self.runtime.optimizer is not None:
+            self.runtime.optimizer.core.begin_write()
+
     def local(self, index: int) -> Tensor:
-        """This rank's slice of parameter `index`, 1-D, sharing memory."""
-        return self.homes[index].cut(self.values.shard)
+        """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
+        return self.homes[index].fetch(gradient=False)
+
+    def set_local(self, index: int, value: Tensor) -> None:
+        """Write this rank's slice of parameter `index`."""
+        self.values.rest.store(self.homes[index].begin, value)
+        self.values.forget()
 
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
@@ -144,8 +168,7 @@ class ParamGroup:
         if self.grads.replicated:
             slot = self.layout.slots[index]
             return self.grads.full[slot.offset : slot.stop].view(slot.shape)
-        home = self.homes[index]
-        gradient = home.wrap(home.cut(self.grads.shard))
+        gradient = self.homes[index].wrap(None, self.grads.dtype)
         gradient._of_gradient = True
         return gradient
 
@@ -156,17 +179,17 @@ class ParamGroup:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
-        resting = grads.full if grads.replicated else grads.shard
         if value is not None and not grads.reduced and not grads.holds:
-            resting.zero_()  # left by an earlier step: the other parameters have no gradient
-        place = resting[slot.offset : slot.stop] if grads.replicated else home.cut(resting)
-        grads.square_sum = None
+            grads.zero()  # left by an earlier step: the other parameters have no gradient
+        place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
         if value is None:
             place.zero_()
         elif isinstance(value, ShardedTensor):
             place.copy_(value._local)
         else:
             place.copy_(value.reshape(-1) if grads.replicated else value.reshape(-1)[home.start : home.stop])
+        if not grads.replicated:
+            grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
 
@@ -184,6 +207,8 @@ class Unit:
         self.kept = False  # an output still refers to its memory
         self.swapped = False  # modules hold compute parameters
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
+        self.gathered_numel = sum(g.layout.numel for g in groups)
+        self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expected = sum(len(g.specs) for g in self.trainable)  # gradients per backward
         self.has_frozen = len(self.trainable) < len(groups)
@@ -195,6 +220,8 @@ class Unit:
             for i, spec in enumerate(g.specs)
             for owner, attribute in spec.owners
         ]
+        for group in groups:
+            group.unit = self
         self._guarded = [
             param
             for group in groups
@@ -209,9 +236,30 @@ class Unit:
             raise AssertionError(f"unit {self.name}: illegal transition {self.phase.value} -> {phase.value}")
         self.phase = phase
 
+    def fetch(self) -> bool:
+        """Start to bring offloaded shards to the device (SHARDED -> FETCHING); False where no buffer is free for them."""
+        if self.phase is not Phase.SHARDED or not self.staged:
+            return True
+        if not all(group.values.fetch() for group in self.groups):
+            return False  # a part may be under way: it is used when the rest follows
+        self._move(Phase.FETCHING)
+        return True
+
+    @property
+    def fetched(self) -> bool:
+        """True where what was fetched has arrived."""
+        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
+
+    def forget(self) -> None:
+        """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
+        for group in self.groups:
+            group.values.forget()
+        if self.phase is Phase.FETCHING:
+            self._move(Phase.SHARDED)
+
     def gather(self) -> None:
-        """Start to gather (SHARDED -> GATHERING); does nothing if that has happened."""
-        if self.phase is Phase.SHARDED:
+        """Start to gather (-> GATHERING); does nothing if that has happened."""
+        if self.phase in (Phase.SHARDED, Phase.FETCHING):
             self._move(Phase.GATHERING)
             self._works = [group.values.gather() for group in self.groups]
 
@@ -228,13 +276,19 @@ class Unit:
 
     def release(self) -> None:
         """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
-        if not self.sharded or self.phase is Phase.SHARDED:
+        if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING):
             return
         self.ready()
         for group in self.groups:
             group.values.release()
         self._move(Phase.SHARDED)
         self.guard(True)
+
+    def outdate(self) -> None:
+        """Shards at rest are about to be written: drop what was fetched or gathered ahead of use."""
+        if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
+            self.release()
+            self.forget()
 
     def guard(self, released: bool) -> None:
         """Let compute parameters that someone kept raise, instead of reading released memory."""

@@ -1,30 +1,44 @@
-"""Streaming weights from safetensors: each rank reads the bytes of its own slices and nothing else.
+"""Weights from and to safetensors: each rank reads and writes the bytes of its own slices and nothing else.
 
-A safetensors file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and
-the raw bytes; a folder has an index `model.safetensors.index.json` {weight_map: {name: file}} where there are several.
+    file    | length | {name: {dtype, shape, data_offsets}} | w1 . . . . . . . | w2 . . . . . . . | b . |
+    ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
+
+length is 8 bytes, little-endian; the header is JSON; the rest raw bytes without gaps. A folder has an index
+`model.safetensors.index.json` {weight_map: {name: file}} where there are several files. A file that is written has
+another name until it is complete.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import pickle
+import secrets
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from errno import EIO, EISDIR
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .build import write_value
-from .errors import ModelMismatch, did_you_mean
-from .runtime import Runtime
+from .comm.base import Comm
+from .errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
+from .memory.aligned import bytes_of
+from .runtime import Runtime, runtime_of
+from .tiles import Part, part_of, whole_name
 from .unit import ParamGroup, ParamSpec
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_READ_NBYTES = 16 << 20  # bytes read and converted at a time
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,7 @@ class StoredTensor:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
-        step = max(_READ_NBYTES // self.dtype.itemsize, 1)
+        step = max(_CHUNK_NBYTES // self.dtype.itemsize, 1)
         with open(self.path, "rb", buffering=0) as file:
             for begin in range(0, out.numel(), step):
                 part = out[begin : begin + step]
@@ -49,9 +63,54 @@ class StoredTensor:
                     raise OSError(f"{self.path}: expected {len(raw)} bytes at {self.offset}, got {got}: truncated file")
                 part.copy_(torch.frombuffer(raw, dtype=self.dtype))
 
+    def write(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
+        values = source.to(self.dtype).contiguous()
+        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
+        with open(self.path, "r+b", buffering=0) as file:
+            while raw:
+                count = os.pwrite(file.fileno(), raw, offset)
+                raw, offset = raw[count:], offset + count
+
+    def cut(self, part: Part | None) -> StoredTensor:
+        """Where a part of this tensor (rows, or columns of a matrix) lies."""
+        if part is None:
+            return self
+        shape = tuple(part.stop - part.start if dim == part.dim else extent for dim, extent in enumerate(self.shape))
+        nbytes, row_nbytes = math.prod(shape) * self.dtype.itemsize, self.nbytes // max(self.shape[0], 1)
+        if part.dim == 0:
+            return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, shape)
+        offset = self.offset + part.start * self.dtype.itemsize
+        return StoredColumns(self.path, offset, nbytes, self.dtype, shape, self.shape[1])
+
+
+@dataclass(frozen=True)
+class StoredColumns(StoredTensor):
+    """Columns of a stored matrix, of which two rows begin `pitch` elements apart."""
+
+    pitch: int
+
+    def read(self, start: int, out: Tensor) -> None:
+        """As of a whole tensor of this shape, row by row."""
+        done = 0
+        while done < out.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, out.numel())
+            StoredTensor.read(self, row * self.pitch + column, out[done:stop])
+            done = stop
+
+    def write(self, start: int, source: Tensor) -> None:
+        """As of a whole tensor of this shape, row by row."""
+        done = 0
+        while done < source.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, source.numel())
+            StoredTensor.write(self, row * self.pitch + column, source[done:stop])
+            done = stop
+
 
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file, or of all safetensors files of a folder, by name."""
+    """Every tensor of a safetensors file, or of all safetensors files of a folder, by each of its names."""
     root = Path(path)
     files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
     if not files:
@@ -70,29 +129,35 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             stored[name] = StoredTensor(file, 8 + length + begin, end - begin, _DTYPES[entry["dtype"]], shape)
+        for name, first in header.get("__metadata__", {}).items():  # ties: other names of a tensor
+            if first in header and name not in header:
+                stored[name] = stored[first]
     return stored
 
 
 def names_of(model: nn.Module, spec: ParamSpec) -> list[str]:
-    """All names of a parameter, its ties included."""
+    """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
     prefixes = {id(module): prefix for prefix, module in model.named_modules()}
-    return [f"{prefixes[id(o)]}.{a}" if prefixes[id(o)] else a for o, a in spec.owners]
+    names = [(f"{prefixes[id(o)]}.{a}" if prefixes[id(o)] else a, part_of(o, a)) for o, a in spec.owners]
+    return [name if part is None else whole_name(name) for name, part in names]
 
 
 def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape."""
     found: dict[str, StoredTensor] = {}
-    problems = []
+    problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
     for spec in specs:
-        at = next((stored[name] for name in names_of(model, spec) if name in stored), None)
+        names, part = names_of(model, spec), part_of(*spec.owners[0])
+        shape = spec.shape if part is None else part.shape
+        at = next((stored[name] for name in names if name in stored), None)
         if at is None:
-            problems.append(f"{spec.name} is missing.{did_you_mean(spec.name, stored)}")
-        elif at.shape != spec.shape:
-            problems.append(f"{spec.name}: the file has {at.shape}, the model {spec.shape}")
+            problems[f"{names[0]} is missing.{did_you_mean(names[0], stored)}"] = None
+        elif at.shape != shape:
+            problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
         else:
-            found[spec.name] = at
+            found[spec.name] = at.cut(part)
     if problems:
-        raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(problems[:10]))
+        raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
     return found
 
 
@@ -121,6 +186,206 @@ def _stream_parameter(group: ParamGroup, index: int, at: StoredTensor) -> None:
     exact = group.master is not None and at.dtype != spec.dtype
     local = torch.empty(home.stop - home.start, dtype=torch.float32 if exact else spec.dtype)
     at.read(home.start, local)
-    group.local(index).copy_(local)
+    group.set_local(index, local)
     if group.master is not None:
-        home.cut(group.master).copy_(local)
+        group.master.store(home.begin, local)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
+    """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
+
+    Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
+    it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
+    once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
+    `load_model` ties them again). Until all of it is on the disk it has another name: a file of this name is complete.
+
+    Args:
+        path: the file; rank 0's counts. One that exists is replaced.
+        dtype: of floating-point tensors in the file; None: as they rest. torch.float32 takes fp32 masters where there are any.
+
+    Raises:
+        ConfigError: the state dict holds what safetensors has no place for, or dtype is none of floating-point numbers.
+        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), the folder
+            is missing or not writable. Nothing is kept.
+    """
+    runtime = runtime_of(model)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
+    comm, target = runtime.comm, Path(path)
+    tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
+    scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
+    layout = _FileLayout.of(runtime, scratch, dtype)
+    try:
+        _agreed(comm, layout, lambda: layout.create(target) if comm.rank == 0 else None)
+        _write(runtime, layout)
+        _agreed(comm, layout, lambda: layout.publish(target) if comm.rank == 0 else None)
+    except BaseException:
+        if comm.rank == 0:
+            scratch.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class _FileLayout:
+    """What goes where in a file, the same on every rank.
+
+    places: by key; the key of a parameter is (number of its group, index), that of other tensors their name. others: those.
+    """
+
+    path: Path
+    header: bytes
+    nbytes: int
+    places: dict[Any, StoredTensor]
+    others: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, runtime: Runtime, path: Path, dtype: torch.dtype | None) -> _FileLayout:
+        """Raises ConfigError."""
+        keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        found: dict[Any, tuple[str, Part | None]] = {}
+        others, first_names, metadata = {}, {}, {"format": "pt"}
+        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+            key = keys.get(id(value), name)
+            part = None if key is name else part_of(*runtime.groups[key[0]].specs[key[1]].owners[0])
+            name = name if part is None else whole_name(name)
+            if first_names.setdefault(id(value), name) != name:
+                metadata[name] = first_names[id(value)]
+                continue
+            tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if part is None else part.shape)
+            found[key] = (name, part)
+            if key is name:
+                others[name] = value
+        header, whole = _header(path, tensors, metadata)
+        nbytes = len(header) + sum(at.nbytes for at in whole.values())
+        return cls(path, header, nbytes, {key: whole[name].cut(part) for key, (name, part) in found.items()}, others)
+
+    def create(self, target: Path) -> None:
+        """Make the file, at its full length; it is to become `target`."""
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, "")
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(fd, "wb", buffering=0) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, self.nbytes)  # a disk that is too small says so now
+            file.write(self.header)
+            file.truncate(self.nbytes)
+
+    def publish(self, target: Path) -> None:
+        """Give the complete file its name, for good."""
+        _sync(self.path)
+        os.replace(self.path, target)
+        _sync(target.parent)
+
+
+def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
+    dtype = wanted if wanted is not None and value.is_floating_point() else value.dtype
+    if dtype not in _NAMES:
+        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, _NAMES))}.")
+    return dtype
+
+
+def _header(
+    path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    begins, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape = tensors[name]
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (begins[name], end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {
+        name: StoredTensor(path, len(header) + begins[name], math.prod(shape) * dtype.itemsize, dtype, shape)
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None:
+    """Carry out an action; if the system refuses it on one rank, every rank raises why (collective)."""
+    problem: Exception | None = None
+    try:
+        action()
+    except OSError as error:
+        what = f"rank {comm.rank}: saving {layout.nbytes:,} bytes"
+        problem = OffloadIOError(str(layout.path), 0, error.errno or EIO, what)
+    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(problem), "zs.save_safetensors")]
+    for found in everyone:
+        if found is not None:
+            raise found
+
+
+def _write(runtime: Runtime, layout: _FileLayout) -> None:
+    """Fill the file (collective)."""
+    comm, sees = runtime.comm, layout.path.exists()
+    all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
+    slices = _slices(runtime, layout, _CHUNK_NBYTES if all_see else _CHUNK_NBYTES // comm.world_size)
+
+    def write() -> None:
+        for key, start, values in slices if sees else ():
+            layout.places[key].write(start, values)
+        if sees:
+            _sync(layout.path)
+
+    def send() -> None:
+        problem = None
+        while True:
+            key, start, values = (None, 0, None) if sees else next(slices, (None, 0, None))
+            mine = (key, start, None if values is None else (values.dtype, bytes(bytes_of(values.contiguous()))))
+            sent = [pickle.loads(part) for part in comm.exchange(pickle.dumps(mine), "zs.save_safetensors: slices")]
+            sent = [part for part in sent if part[0] is not None]
+            if not sent:
+                break
+            try:
+                for key, start, (dtype, raw) in sent if comm.rank == 0 and problem is None else ():
+                    layout.places[key].write(start, torch.frombuffer(bytearray(raw), dtype=dtype))
+            except OSError as error:
+                problem = error  # told when all have sent everything
+        if problem is not None:
+            raise problem
+
+    _agreed(comm, layout, write)
+    if not all_see:
+        _agreed(comm, layout, send)
+
+
+@torch.no_grad()
+def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[Any, int, Tensor]]:
+    """(key, first element, values (n,) on the host) of everything that this rank writes, in parts of at most `nbytes`."""
+    core = runtime.optimizer.core if runtime.optimizer is not None else None
+    if core is not None:
+        core.wait()
+    for number, group in enumerate(runtime.groups):
+        if group.master is not None and core is not None:
+            core.refresh_masters(group)
+        for index, home in enumerate(group.homes):
+            at = layout.places.get((number, index))  # None: a hook keeps it out of the state dict
+            if at is None:
+                continue
+            rest, begin = group.values.rest, home.begin
+            if group.master is not None and at.dtype != rest.dtype:
+                whole = group.master.numel != group.layout.shard_numel
+                rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+            step = max(nbytes // rest.dtype.itemsize, 1)
+            for done in range(0, home.stop - home.start, step):
+                count = min(step, home.stop - home.start - done)
+                yield (number, index), home.start + done, rest.host(begin + done, begin + done + count)
+    for name, value in layout.others.items() if runtime.comm.rank == 0 else ():
+        yield name, 0, value.detach().to("cpu").reshape(-1)
+
+
+def _sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, have reached the disk for good."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -16,6 +16,8 @@ from zeroshard.bench.race import Outcome
 # 1e-7, bf16 ones by 4e-5 (autocast); a race that mixed up gradient buffers now and then, found by this check,
 # gave 1e-4 to 7e-4.
 LOSS_TOLERANCE = {"fp32": 2e-5, "bf16": 5e-4}
+# Optimizer on disk: at most so many times its bound or the step in memory, whichever is longer.
+DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR = 1.15, 1.10
 BUSY_CORE_SHARE = 0.85  # below, timings of the default model are not to be trusted
 LOSS_REFERENCES = ("ddp", "fsdp2")
 
@@ -36,13 +38,15 @@ class Goal:
     text: str
     value: float | None
     limit: float
-    section: str  # "race" or "host"
+    section: str  # "race", "host", "tiers", "hostadam" or "disk"
+    at_least: bool = False  # the limit is one from below
 
     @property
     def verdict(self) -> str:
         if self.value is None:
             return "not measured"
-        return "met" if self.value <= self.limit else "missed"
+        met = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return "met" if met else "missed"
 
 
 def spread(values: list[float]) -> Spread:
@@ -125,7 +129,7 @@ def formula_difference(outcome: Outcome | None) -> float | None:
 
 
 def goals(outcomes: list[Outcome], host: HostWork | None) -> list[Goal]:
-    """The project's goals; ratios below 1 mean that zeroshard is faster or smaller."""
+    """The goals of the first race and of the host's work; ratios below 1 mean that zeroshard is faster or smaller."""
 
     def step(text: str, ours: str, theirs: str, limit: float) -> Goal:
         return Goal(f"{text}, step time", time_ratio(outcomes, ours, theirs), limit, "race")
@@ -147,4 +151,41 @@ def goals(outcomes: list[Outcome], host: HostWork | None) -> list[Goal]:
         Goal("model states at rest, difference from the formula", worst_at_rest, 0.01, "race"),
         Goal("host work per unit and step / FSDP2", host and host.unit_ratio, 0.25, "host"),
         Goal("optimizer step and clipping / FSDP2", host and host.optimizer_ratio, 0.20, "host"),
+    ]
+
+
+def bounds_s(outcome: Outcome) -> list[float]:
+    """Of each round: bytes moved between host and disk in a step, over the bandwidth that the disk had in that round."""
+    return [
+        speed.seconds(moved.get("disk -> host", 0.0), moved.get("host -> disk", 0.0))
+        for moved, speed in zip(outcome.moved, outcome.disk)
+    ]
+
+
+def bound_ratio(outcome: Outcome) -> float | None:
+    """Median over rounds of (median step / bound of that round); None where nothing rests on disk."""
+    pairs = list(zip(outcome.rounds_step_s, bounds_s(outcome)))
+    return statistics.median(statistics.median(steps) / bound for steps, bound in pairs) if pairs else None
+
+
+def disk_ratio(outcomes: list[Outcome], ours: str = "zs3-disk", in_memory: str = "zs3") -> float | None:
+    """Median over rounds of step / max(1.15 x bound, 1.10 x the step in memory), each of that round."""
+    found = by_name(outcomes)
+    if ours not in found or in_memory not in found:
+        return None
+    ratios = []
+    for steps, bound, memory in zip(found[ours].rounds_step_s, bounds_s(found[ours]), found[in_memory].rounds_step_s):
+        allowed = max(DISK_BOUND_FACTOR * bound, DISK_MEMORY_FACTOR * statistics.median(memory))
+        ratios.append(statistics.median(steps) / allowed)
+    return statistics.median(ratios) if ratios else None
+
+
+def tier_goals(outcomes: list[Outcome]) -> list[Goal]:
+    """The goals of the race of the tiers."""
+    everything = "stage 3, everything on the host / "
+    longer = f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"
+    return [
+        Goal(everything + "DeepSpeed 3 offload, step time", time_ratio(outcomes, "zs3-host", "ds3-offload"), 0.6, "tiers"),
+        Goal(everything + "FSDP2 offload, step time", time_ratio(outcomes, "zs3-host", "fsdp2-offload"), 0.6, "tiers"),
+        Goal(f"stage 3, optimizer on disk / {longer}, step time", disk_ratio(outcomes), 1.0, "tiers"),
     ]

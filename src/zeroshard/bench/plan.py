@@ -1,7 +1,8 @@
 """What a benchmark run consists of, as plain data: contenders, model, rounds.
 
 Nothing here imports torch; the controller builds a plan, and each worker process receives the same plan.
-A contender's name is its kind, its stage and, if it is not fp32, its precision: `zs3`, `ddp`, `fsdp2-bf16`.
+A contender's name is its kind, its stage, what it offloads and, if it is not fp32, its precision: `zs3`, `ddp`,
+`zs3-disk`, `fsdp2-offload-bf16`.
 """
 
 from __future__ import annotations
@@ -19,34 +20,50 @@ LABELS = {
     "ds": "DeepSpeed",
 }
 
+OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
+    "opthost": "opt. host",
+    "host": "all host",
+    "disk": "opt. disk",
+    "infinity": "all disk",
+    "offload": "offload",  # of the peers: parameters, gradients and optimizer states on the host
+}
+
 
 @dataclass(frozen=True)
 class Contender:
-    """One library with its stage (None where it has none) and precision."""
+    """One library with its stage (None where it has none), precision, and what it offloads ("": nothing)."""
 
     kind: str
     stage: int | None = None
     precision: str = "fp32"
+    offload: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in LABELS:
             raise ValueError(f"expected a contender among {', '.join(LABELS)}, got {self.kind!r}")
         if self.precision not in PRECISIONS:
             raise ValueError(f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.offload and self.offload not in OFFLOAD_LABELS:
+            raise ValueError(f"expected an offload among {', '.join(OFFLOAD_LABELS)}, got {self.offload!r}")
+
+    @property
+    def on_disk(self) -> bool:
+        """True where a step moves states between host and disk."""
+        return self.offload in ("disk", "infinity")
 
     @property
     def name(self) -> str:
         """Key in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
         stage = "" if self.stage is None else str(self.stage)
-        suffix = "" if self.precision == "fp32" else f"-{self.precision}"
-        return f"{self.kind}{stage}{suffix}"
+        parts = [f"{self.kind}{stage}", self.offload, "" if self.precision == "fp32" else self.precision]
+        return "-".join(part for part in parts if part)
 
     @property
     def label(self) -> str:
         """Name in tables and plots."""
-        stage = "" if self.stage is None else f" {self.stage}"
-        suffix = "" if self.precision == "fp32" else f" {self.precision}"
-        return f"{LABELS[self.kind]}{stage}{suffix}"
+        parts = [LABELS[self.kind], "" if self.stage is None else str(self.stage)]
+        parts += [OFFLOAD_LABELS.get(self.offload, ""), "" if self.precision == "fp32" else self.precision]
+        return " ".join(part for part in parts if part)
 
 
 # The order of the table, and of the start: where memory runs out, the rows of the goals are there already.
@@ -65,6 +82,16 @@ CONTENDERS = (
     Contender("ddp", precision="bf16"),
     Contender("fsdp2", precision="bf16"),
     Contender("local", precision="bf16"),
+)
+
+# The race of the tiers, with the same contenders in memory beside those that offload.
+TIER_CONTENDERS = (
+    Contender("zs", 3),
+    *(Contender("zs", 3, offload=offload) for offload in ("host", "disk", "infinity")),
+    Contender("fsdp2", offload="offload"),
+    Contender("ds", 3, offload="offload"),
+    Contender("fsdp2"),
+    Contender("ds", 3),
 )
 
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
@@ -97,6 +124,9 @@ class Workload:
     lr: float = 3e-4
     device: str = "cpu"  # "cpu" (gloo) or "cuda" (NCCL)
     pin_cores: bool = False
+    swap_path: str | None = None  # folder on a local disk, for contenders that offload to it
+    meta: bool = False  # built on the meta device, with other weights for each contender: only to see whether it fits
+    checkpoint: bool = False  # each block's forward is computed again in backward
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.sequences) < 1:
@@ -105,36 +135,53 @@ class Workload:
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often: `warmup` unmeasured steps after the start, then `rounds` turns of `steps` steps."""
+    """How often: `warmup` unmeasured steps after the start, then `rounds` turns of `steps` steps.
+
+    lead_in: unmeasured steps at the start of each turn. Who uses a disk reads ahead, and finds that done after the turns
+    of the others; after one step it has what it has in a run of its own.
+    """
 
     warmup: int = 3  # DeepSpeed traces and allocates in its first steps
     rounds: int = 5
     steps: int = 3
     memory_steps: int = 2
+    lead_in: int = 0
+
+    @property
+    def turn_steps(self) -> int:
+        return self.lead_in + self.steps
 
     def __post_init__(self) -> None:
-        if min(self.rounds, self.steps, self.memory_steps) < 1 or self.warmup < 0:
+        if min(self.rounds, self.steps, self.memory_steps) < 1 or min(self.warmup, self.lead_in) < 0:
             raise ValueError("expected --rounds and --steps of at least 1 and --warmup of at least 0")
 
 
-def select(only: tuple[str, ...], precisions: tuple[str, ...], quick: bool = False) -> list[Contender]:
+def select(
+    only: tuple[str, ...],
+    precisions: tuple[str, ...],
+    quick: bool = False,
+    among: tuple[Contender, ...] = CONTENDERS,
+) -> list[Contender]:
     """Contenders to run, in table order.
 
     Args:
         only: names with or without a precision suffix; a kind ("zs", "ds") stands for all its stages.
             Empty for all, or for the short list if `quick`.
         precisions: keep these precisions.
+        among: those of one race. A name may also be of another race.
     """
-    chosen = [c for c in CONTENDERS if c.precision in precisions]
+    chosen = [c for c in among if c.precision in precisions]
     if not only:
         return [c for c in chosen if (c.name in QUICK if quick else c.name not in ON_REQUEST)]
-    known = {alias for c in CONTENDERS for alias in _aliases(c)}
+    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS))
+    known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:
         if name not in known:
-            raise ValueError(f"expected contenders among {', '.join(c.name for c in CONTENDERS)}, got {name!r}")
+            raise ValueError(f"expected contenders among {', '.join(c.name for c in everybody)}, got {name!r}")
     return [c for c in chosen if _aliases(c) & set(only)]
 
 
 def _aliases(contender: Contender) -> set[str]:
-    """Names that select a contender: its own, that without the precision, its kind."""
-    return {contender.name, contender.name.removesuffix(f"-{contender.precision}"), contender.kind}
+    """Names that select a contender: its own, that without the precision, its kind (with nothing offloaded)."""
+    own = {contender.name, contender.name.removesuffix(f"-{contender.precision}")}
+    return own if contender.offload else own | {contender.kind}

@@ -6,7 +6,8 @@
     ...
     memory    zs3, ddp, fsdp2: a few untimed steps with PSS sampled from outside
 
-A machine that is slow for a minute slows all contenders of that round, so ratios are taken per round.
+A machine that is slow for a minute slows all contenders of that round, so ratios are taken per round. After the turn of
+a contender that uses a disk, its ranks measure what that disk gives them in this round.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Callable
 
 from zeroshard.bench import memory
+from zeroshard.bench.diskprobe import PHASES, DiskSpeed, bandwidth
+from zeroshard.bench.overlap import Overlap
 from zeroshard.bench.plan import Contender, Rounds, Workload
 from zeroshard.bench.team import Team, TeamFailed
 from zeroshard.bench.worker import Turn
@@ -48,6 +51,9 @@ class Outcome:
     cuda_peak: int | None = None
     at_rest: dict[str, dict[str, int]] | None = None
     numel: int = 0
+    moved: list[dict[str, float]] = field(default_factory=list)  # bytes a step by link, of each round, all ranks together
+    disk: list[DiskSpeed] = field(default_factory=list)  # of each round, where states rest on disk
+    overlap: Overlap | None = None
 
     @property
     def ran(self) -> bool:
@@ -57,7 +63,7 @@ class Outcome:
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
     """Run all contenders; always returns one outcome each, and ends all processes."""
     outcomes = [
-        Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c))
+        Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c, workload))
         for c in contenders
     ]
     teams: dict[str, Team] = {}
@@ -65,7 +71,7 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
         for outcome in outcomes:
             if outcome.skipped is None:
                 _start(outcome, workload, rounds, log_dir, teams)
-            say(f"  {outcome.contender.name:12s} {_status(outcome)}")
+            say(f"  {outcome.contender.name:14s} {_status(outcome)}")
         for index in range(rounds.rounds):
             order = [o for o in outcomes if o.contender.name in teams]
             order = order[index % len(order) :] + order[: index % len(order)] if order else []
@@ -75,14 +81,17 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
         for outcome in outcomes:
             if outcome.contender.name in teams:
                 _guarded(outcome, teams, lambda: _measure_memory(outcome, teams, rounds))
+                _guarded(outcome, teams, lambda: _measure_overlap(outcome, teams, workload, rounds))
     finally:
         for team in teams.values():
             team.close()
     return outcomes
 
 
-def missing_reason(contender: Contender) -> str | None:
+def missing_reason(contender: Contender, workload: Workload) -> str | None:
     """Why a contender cannot run here, or None."""
+    if contender.on_disk and workload.swap_path is None:
+        return "no folder on a local disk; name one with --path"
     if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed (pip install 'zeroshard[bench]')"
     return None
@@ -122,13 +131,16 @@ def _guarded(outcome: Outcome, teams: dict[str, Team], action: Callable[[], None
 
 
 def _take_turn(outcome: Outcome, teams: dict[str, Team], rounds: Rounds, index: int) -> None:
-    first_step = rounds.warmup + index * rounds.steps
-    turns: list[Turn] = teams[outcome.contender.name].ask("turn", first_step, rounds.steps)
+    team, first_step = teams[outcome.contender.name], rounds.warmup + index * rounds.turn_steps
+    turns: list[Turn] = team.ask("turn", first_step, rounds.steps, rounds.lead_in)
     outcome.rounds_step_s.append(step_times(turns, rounds.steps))
     outcome.cpu_s.append(sum(t.cpu_s for t in turns) / rounds.steps)
     outcome.system_s.append(sum(t.system_s for t in turns) / rounds.steps)
     outcome.minor_faults.append(sum(t.minor_faults for t in turns) / rounds.steps)
+    outcome.moved.append({link: sum(t.moved.get(link, 0.0) for t in turns) for link in turns[0].moved})
     _record_losses(outcome, turns)
+    if outcome.contender.on_disk:
+        outcome.disk.append(DiskSpeed(**{phase: bandwidth(team.ask("disk", phase)) for phase in PHASES}))
 
 
 def step_times(turns: list[Turn], steps: int) -> list[float]:
@@ -151,7 +163,7 @@ def _measure_memory(outcome: Outcome, teams: dict[str, Team], rounds: Rounds) ->
         if None not in values:
             samples.append(values)
 
-    first_step = rounds.warmup + rounds.rounds * rounds.steps
+    first_step = rounds.warmup + rounds.rounds * rounds.turn_steps
     ranks = team.ask("memory", first_step, rounds.memory_steps, meanwhile=sample)
     outcome.peak_rss = _largest([r.peak_rss for r in ranks])
     outcome.life_peak_rss = _largest([r.life_peak_rss for r in ranks])
@@ -161,6 +173,13 @@ def _measure_memory(outcome: Outcome, teams: dict[str, Team], rounds: Rounds) ->
     outcome.peak_pss_sum = _largest([sum(values) for values in samples])
     outcome.at_rest = ranks[0].at_rest
     _record_losses(outcome, ranks)
+
+
+def _measure_overlap(outcome: Outcome, teams: dict[str, Team], workload: Workload, rounds: Rounds) -> None:
+    """On a GPU, of the contenders that copy between it and the host where we can see it."""
+    if workload.device == "cuda" and outcome.contender.offload and outcome.contender.name in teams:
+        first_step = rounds.warmup + rounds.rounds * rounds.turn_steps + rounds.memory_steps
+        outcome.overlap = teams[outcome.contender.name].ask("overlap", first_step, rounds.memory_steps)[0]
 
 
 def _largest(values: list[int | None]) -> int | None:

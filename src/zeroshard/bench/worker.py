@@ -2,10 +2,12 @@
 
 Messages from the controller and their answers (an exception is answered by `Failure`, then the process ends):
 
-    ("turn", first_step, steps)     -> Turn       timed steps
-    ("memory", first_step, steps)   -> Memory     untimed steps, with the high-water mark started anew
-    ("quit",)                       -> (none)
-    at the start                    -> Ready
+    ("turn", first_step, steps, lead_in)  -> Turn     timed steps, after `lead_in` others
+    ("memory", first_step, steps)         -> Memory   untimed steps, with the high-water mark started anew
+    ("overlap", first_step, steps)        -> Overlap  untimed steps with an event around each copy (CUDA)
+    ("disk", phase)                       -> Burst    reads, writes, or both, as fast as they go
+    ("quit",)                             -> (none)
+    at the start                          -> Ready
 
 Output of the libraries goes to a log file of the rank, so that tables stay readable and nothing is lost.
 """
@@ -17,12 +19,17 @@ import resource
 import sys
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zeroshard.bench import memory
 from zeroshard.bench.plan import Contender, Workload
+
+if TYPE_CHECKING:
+    from zeroshard.bench.diskprobe import Burst
+    from zeroshard.bench.overlap import Overlap
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Turn:
     cpu_s: float  # of all threads of this rank, user and system
     system_s: float
     minor_faults: int
+    moved: dict[str, float] = field(default_factory=dict)  # bytes a step between tiers, by link
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,8 @@ class Failure:
 
 def serve(pipe: Connection, post: Post) -> None:
     """Entry point of the process."""
-    _divert_output(post.log_file)
+    divert_output(post.log_file)
+    rank = None
     try:
         rank = _Rank(pipe, post)
         while (message := pipe.recv())[0] != "quit":
@@ -86,6 +95,11 @@ def serve(pipe: Connection, post: Post) -> None:
         text = str(error).strip() or repr(error)
         pipe.send(Failure(f"{type(error).__name__}: {text.splitlines()[0]}", traceback.format_exc()))
     finally:
+        if rank is not None:
+            try:
+                rank.close()
+            except Exception:
+                traceback.print_exc()
         # Destructors of process groups whose peer already left can wait for it: nothing is left to lose.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -97,7 +111,7 @@ class _Rank:
 
     def __init__(self, pipe: Connection, post: Post) -> None:
         begun = time.monotonic()
-        self.post, self.workload = post, post.workload
+        self.post, self.workload, self._probe = post, post.workload, None
         _set_environment(post)
         import torch
 
@@ -110,12 +124,15 @@ class _Rank:
         numel = _parameter_count(self.workload)
         pipe.send(Ready(os.getpid(), time.monotonic() - begun, self.trainer.settings, numel))
 
-    def turn(self, first_step: int, steps: int) -> Turn:
-        batches = self._batches(first_step, steps)
-        losses, ends = [], []
+    def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
+        import torch
+
+        batches = self._batches(first_step, lead_in + steps)
+        moved_before, ends = self.trainer.moved(), []
+        losses = [self.trainer.step(*pair) for pair in batches[:lead_in]]
         before = resource.getrusage(resource.RUSAGE_SELF)
         start = time.monotonic()
-        for tokens, targets in batches:
+        for tokens, targets in batches[lead_in:]:
             losses.append(self.trainer.step(tokens, targets))
             if self.workload.device == "cpu":
                 ends.append(time.monotonic())
@@ -125,7 +142,13 @@ class _Rank:
         after = resource.getrusage(resource.RUSAGE_SELF)
         user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
         faults = after.ru_minflt - before.ru_minflt
-        return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults)
+        self.trainer.quiet()
+        if self.workload.device == "cuda":
+            torch.cuda.empty_cache()  # the others use the same device
+        moved = {
+            link: (nbytes - moved_before.get(link, 0)) / len(batches) for link, nbytes in self.trainer.moved().items()
+        }
+        return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults, moved)
 
     def memory(self, first_step: int, steps: int) -> Memory:
         import torch
@@ -142,6 +165,30 @@ class _Rank:
         life_peak = max(life_peak, peak) if peak else None
         return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
 
+    def overlap(self, first_step: int, steps: int) -> Overlap | None:
+        """None where nothing can be seen from here: a peer, or a CPU."""
+        batches = self._batches(first_step, steps)
+        if self.trainer.recorder is None or self.workload.device != "cuda":
+            return None
+        self._synchronize()
+        with self.trainer.recorder() as recorder:
+            for pair in batches:
+                self.trainer.step(*pair)
+        self._synchronize()
+        return recorder.overlap()
+
+    def disk(self, phase: str) -> Burst:
+        from zeroshard.bench.diskprobe import DiskProbe
+
+        if self._probe is None:
+            assert self.workload.swap_path is not None
+            self._probe = DiskProbe(self.workload.swap_path)
+        return self._probe.burst(phase)
+
+    def close(self) -> None:
+        """Remove files."""
+        self.trainer.close()
+
     def _batches(self, first_step: int, steps: int) -> list:
         from zeroshard.bench.workload import batch
 
@@ -153,7 +200,7 @@ class _Rank:
         torch.cuda.synchronize()
 
 
-def _divert_output(log_file: str) -> None:
+def divert_output(log_file: str) -> None:
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -191,10 +238,7 @@ def _parameter_count(workload: Workload) -> int:
     """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
     import dataclasses
 
-    import torch
-
     from zeroshard.bench.workload import build_model
 
-    with torch.device("meta"):
-        model = build_model(dataclasses.replace(workload, device="meta"))
+    model = build_model(dataclasses.replace(workload, meta=True))
     return sum(p.numel() for p in model.parameters())

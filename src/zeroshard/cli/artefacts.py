@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from safetensors.torch import save_file
-from torch import Tensor
 
 from .arguments import UsageError
 
@@ -59,16 +57,6 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         (self.path / name).write_text(text, encoding="utf-8")
-
-    def write_model(self, state: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Save full tensors as model.safetensors; of tied tensors, each name gets its own copy."""
-        seen: set[int] = set()
-        tensors = {}
-        for name, tensor in state.items():
-            tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor.contiguous()
-            seen.add(tensor.data_ptr())
-        save_file(tensors, self.path / "model.safetensors", dict(metadata))
-        (self.path / "model.safetensors").chmod((self.path / "metrics.jsonl").stat().st_mode)  # it was 0600
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:
         """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte."""

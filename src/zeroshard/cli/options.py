@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import zeroshard as zs
+from zeroshard.config import Tier
 from zeroshard.models import GPTConfig
 
 from .arguments import Parser, UsageError
@@ -19,6 +21,8 @@ SIZES = {  # name -> layers, dim, heads
 }
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
+OFFLOADS = ("none", "cpu", "nvme")
+OFFLOAD_PATH = "runs"  # on the disk of the working directory
 
 
 def _option(default: Any, text: str, **settings: Any) -> Any:
@@ -54,6 +58,19 @@ class TrainOptions:
     device: str = _option("auto", "auto: GPUs if there is one per rank", choices=DEVICES)
     threads: int | None = _option(None, "CPU threads per rank (default: cores / ranks)", type=int)
     out: str | None = _option(None, "folder for the results (default: runs/<date>-<time>)")
+    offload_optimizer: str = _option("none", "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS)
+    offload_gradient: str | None = _option(None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS)
+    offload_param: str = _option("none", "where parameters rest; the model is then never whole on a rank", choices=OFFLOADS)
+    offload_path: str | None = _option(None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)")
+    offload_ratio: float = _option(1.0, "fraction of the optimizer states that is offloaded", type=float)
+    buffer_count: int = _option(8, "host buffers of a rank through which offloaded states pass", type=int)
+    buffer_mib: int = _option(16, "MiB of each of these buffers", type=int)
+    delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
+    max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
+    prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
+    checkpoint_activations: bool = _option(False, "keep the inputs of blocks only, compute the rest again", action="store_true")
+    offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
+    tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
 
     def __post_init__(self) -> None:
         for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "batch", "accumulate", "eval_every", "threads"):
@@ -64,10 +81,24 @@ class TrainOptions:
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
+        self._check_offload()
         try:
             self.model_config()
         except ValueError as error:
             raise UsageError(f"--{error}") from None
+
+    def _check_offload(self) -> None:
+        for name in ("tile_max_bytes", "buffer_mib"):
+            self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive integer")
+        try:
+            config = self.sharding()
+        except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
+            raise UsageError(str(error)) from None
+        self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
+        needs_states = config.offload_optimizer.tier is not Tier.DEVICE
+        self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
+        for name, usual in (("buffer_count", 8), ("buffer_mib", 16)):
+            self._expect(name, getattr(self, name) == usual or self.offloads, "none without an --offload option")
 
     def _expect(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
@@ -84,6 +115,47 @@ class TrainOptions:
             heads=self.heads or heads,
             ngram_rows=self.ngram_rows,
         )
+
+    def sharding(self) -> zs.Config:
+        """The options of zs.shard."""
+        return zs.Config(
+            stage=self.stage,
+            precision=self.precision,
+            max_grad_norm=self.max_grad_norm or None,
+            offload_optimizer=self._offload(self.offload_optimizer, ratio=self.offload_ratio),
+            offload_gradient=None if self.offload_gradient is None else self._offload(self.offload_gradient),
+            offload_param=self._offload(self.offload_param),
+            delayed_update=self.delayed_update,
+            max_live_parameters=self.max_live_parameters,
+            prefetch_bucket_size=self.prefetch_bucket_size,
+        )
+
+    def _offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
+        path = (self.offload_path or OFFLOAD_PATH) if device == "nvme" else None
+        return zs.Offload(
+            device, path=path, ratio=ratio, buffer_count=self.buffer_count, buffer_nbytes=self.buffer_mib << 20
+        )
+
+    def activations(self) -> zs.Offload:
+        """Where the inputs of checkpointed blocks rest."""
+        return self._offload(self.offload_activations)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether a model state rests off the device."""
+        config = self.sharding()
+        tiers = (config.offload_optimizer.tier, config.offload_gradient.tier, config.offload_param.tier)
+        return any(tier is not Tier.DEVICE for tier in tiers)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything rests in files."""
+        return "nvme" in (self.offload_optimizer, self.offload_gradient, self.offload_param, self.offload_activations)
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether activations are checkpointed."""
+        return self.checkpoint_activations or self.offload_activations != "none"
 
     def check_batch(self, world_size: int) -> None:
         """Raise unless the batch divides evenly over ranks and micro-batches."""

@@ -76,6 +76,14 @@ class Ranks:
                     f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}"
                 )
 
+    def of_first(self, value: str | None) -> str:
+        """What rank 0 gives, on all ranks."""
+        values = [value]
+        if self.world_size > 1:
+            dist.broadcast_object_list(values, 0)
+        assert values[0] is not None
+        return values[0]
+
     def leave(self) -> None:
         """Leave the process group, if there is one."""
         if dist.is_initialized():

@@ -1,7 +1,8 @@
 """What a run prints at its beginning and its end: who runs, how good it got, memory, communication, a sample."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -10,6 +11,8 @@ from rich.text import Text
 
 import zeroshard as zs
 from zeroshard.data import Corpus
+from zeroshard.memory.ledger import MASTERS, OPTIMIZER, STAGING
+from zeroshard.plan.forecast import Forecast
 
 from .artefacts import RunFolder
 from .options import TrainOptions
@@ -31,8 +34,25 @@ class Outcome:
     scores: Mapping  # bits per byte of the held-out text: before_training, compressors, after_training
     last: StepResult
     step_traffic: Mapping[str, tuple[int, int]]  # kind -> calls, bytes that a rank sends in one training step
+    step_moved: Mapping[str, int]  # link between tiers -> bytes that a rank moves in one training step
+    forecast: Forecast | None  # of a step, where states are offloaded
+    median_seconds: float  # of a step
+    activations: zs.ActivationReport | None  # where they are checkpointed
     options: TrainOptions
     sample: str
+
+    def facts(self, report: zs.Report) -> dict[str, Any]:
+        """For report.json."""
+        return {
+            "held_out_bits_per_byte": self.scores,
+            "last_step": asdict(self.last),
+            "training_step_traffic": self.step_traffic,  # without evaluations, which gather as well
+            "training_step_moved": self.step_moved,
+            "activations": self.activations.to_dict() if self.activations is not None else None,
+            "forecast": asdict(self.forecast) if self.forecast is not None else None,
+            "median_step_seconds": self.median_seconds,
+            "communication": {kind: (traffic.count, traffic.nbytes) for kind, traffic in report.communication.items()},
+        }
 
 
 def megabytes(nbytes: float) -> str:
@@ -59,6 +79,12 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
         f"{corpus.name}: {corpus.train.numel():,} bytes of {len(corpus.train_files)} files to train on, "
         f"{min(options.eval_bytes, corpus.held_out.numel()):,} bytes held out",
     ]
+    if options.offloads:
+        away = options.sharding()
+        lines.append(
+            f"optimizer states on {away.offload_optimizer.tier.value}, gradients on {away.offload_gradient.tier.value}, "
+            f"parameters on {away.offload_param.tier.value}"
+        )
     console.print(Panel("\n".join(lines), title="zeroshard train", title_align="left", expand=False), highlight=False)
 
 
@@ -71,9 +97,19 @@ def closing(console: Console, folder: RunFolder, report: zs.Report, outcome: Out
         f"{tokens / last.seconds:,.0f} bytes per second\n",
         highlight=False,
     )
-    for table in (quality(outcome.scores), memory(report), communication(report, outcome)):
-        console.print(table, highlight=False)
-        console.print()
+    if outcome.forecast is not None:
+        console.print(
+            f"one step: predicted {outcome.forecast.step_seconds:.3g} s, measured {outcome.median_seconds:.3g} s (median)\n",
+            highlight=False,
+        )
+    tables = (
+        quality(outcome.scores), memory(report), tiers(report, outcome.activations), communication(report, outcome),
+        moves(report, outcome),
+    )  # fmt: skip
+    for table in tables:
+        if table is not None:
+            console.print(table, highlight=False)
+            console.print()
     if outcome.sample:
         console.print(Panel(Text(outcome.sample), title="a sample of the model", title_align="left", expand=False))
     console.print(files(folder), highlight=False)
@@ -112,6 +148,22 @@ def memory(report: zs.Report) -> Table:
     return table
 
 
+def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Table | None:
+    """Where model states, buffers and activation checkpoints rest. None if everything is on the device."""
+    host, disk = (report.elsewhere.get(tier, {}) for tier in ("host", "disk"))
+    table = _table("Where they rest, per rank", "bytes", "device", "host", "disk")
+    for name, total in report.at_rest.items():
+        parts = (name, MASTERS) if name == OPTIMIZER else (name,)
+        away = [sum(held.get(part, 0) for part in parts) for held in (host, disk)]
+        table.add_row(name, *(megabytes(nbytes) if nbytes else "" for nbytes in (total - sum(away), *away)))
+    if host.get(STAGING):
+        table.add_row("buffers", "", megabytes(host[STAGING]), "")
+    peaks = activations.peak if activations is not None else {}
+    if any(peaks.values()):
+        table.add_row("activation checkpoints, at peak", *(megabytes(n) if n else "" for n in peaks.values()))
+    return table if any((host, disk, peaks)) else None
+
+
 def communication(report: zs.Report, outcome: Outcome) -> Table:
     """What a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
     passes = outcome.options.accumulate
@@ -127,6 +179,20 @@ def communication(report: zs.Report, outcome: Outcome) -> Table:
     )
     if passes > 1:
         table.caption = f"Theory is for one backward pass; a step of this run had {passes}."
+        table.caption_justify = "left"
+    return table
+
+
+def moves(report: zs.Report, outcome: Outcome) -> Table | None:
+    """What a rank moves between tiers in one training step, beside theory. None where nothing is moved."""
+    if not outcome.step_moved and not report.theory_moved_per_step:
+        return None
+    table = _table("Moved between tiers, one step", "link", "measured", "theory")
+    for link in sorted({*outcome.step_moved, *report.theory_moved_per_step}):
+        theory = report.theory_moved_per_step.get(link, 0)
+        table.add_row(link, megabytes(outcome.step_moved.get(link, 0)), megabytes(theory))
+    if outcome.options.accumulate > 1:
+        table.caption = f"Theory is for one backward pass; a step of this run had {outcome.options.accumulate}."
         table.caption_justify = "left"
     return table
 

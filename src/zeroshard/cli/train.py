@@ -8,10 +8,12 @@ Rank 0 prints and writes; a mistake in the call is one line and a non-zero exit 
 """
 
 import os
+import statistics
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -77,30 +79,31 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = Trainer(options, ranks, corpus)
     summary.opening(console, options, ranks, corpus, trainer.model)
-    before, last = _train(trainer, folder, console)
+    forecast = trainer.forecast() if options.offloads else None
+    if forecast is not None:
+        console.print(f"forecast: {forecast}", highlight=False, soft_wrap=True)
+    before, steps = _train(trainer, folder, console)
     report = zs.report(trainer.model)
+    activations = zs.activation_report(trainer.model) if options.checkpoints else None
     after = trainer.held_out_loss(overlap=True)
     prompt = options.prompt or ("def " if options.data is None else "\n")
     text = trainer.sample(prompt)
-    state = zs.full_state_dict(trainer.model)  # collective: every rank, though only rank 0 writes
-    zs.close(trainer.model)
+    path = ranks.of_first(str(folder.path.absolute()) if folder is not None else None)
+    zs.save_safetensors(trainer.model, Path(path) / "model.safetensors")
+    trainer.close()
     if folder is None:
         return
     baselines = compressed_bits_per_byte(trainer.held_out)
-    folder.write_model(state, {"format": "pt"})
     folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
-    run_facts = {
-        "held_out_bits_per_byte": scores,
-        "last_step": asdict(last),
-        "training_step_traffic": trainer.step_traffic,  # without evaluations, which gather as well
-        "communication": {kind: (traffic.count, traffic.nbytes) for kind, traffic in report.communication.items()},
-    }
-    folder.write_json("report.json", {**report.to_dict(), **run_facts})
+    outcome = summary.Outcome(
+        scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
+    )
+    folder.write_json("report.json", {**report.to_dict(), **outcome.facts(report)})
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
     folder.close()
-    summary.closing(console, folder, report, summary.Outcome(scores, last, trainer.step_traffic, options, text))
+    summary.closing(console, folder, report, outcome)
 
 
 def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | None]:
@@ -132,9 +135,9 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | N
     return corpus, folder
 
 
-def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tuple[float, StepResult]:
-    """The run itself; returns bits per byte of the held-out text before it, and the last step."""
-    before = trainer.held_out_loss()
+def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tuple[float, list[StepResult]]:
+    """The run itself; returns bits per byte of the held-out text before it, and all steps."""
+    before, results = trainer.held_out_loss(), []
     options = trainer.options
     tokens_per_step = options.batch * options.seq
     with TrainingProgress(console) as progress:
@@ -142,6 +145,7 @@ def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tupl
         if folder is not None:
             folder.record(step=0, seconds=0.0, held_out_bits_per_byte=before)
         for result in trainer.steps():
+            results.append(result)
             rate = result.step * tokens_per_step / result.seconds
             progress.update(result.fraction, result.step, result.loss * BITS_PER_NAT, rate)
             if folder is not None:
@@ -151,4 +155,9 @@ def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tupl
                 progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
-    return before, result
+    return before, results
+
+
+def median_seconds(steps: list[StepResult]) -> float:
+    """The median time of a step. The first two, which make states and touch memory, only count where there are no others."""
+    return statistics.median(step.step_seconds for step in steps[2:] or steps)

@@ -6,10 +6,12 @@ The only lines that know about sharding are in `build`; the loop is that of plai
 rank the mean loss and rank 0's clock, so all agree when the time limit ends the run and which learning rate is next.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -17,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.config import Tier
 from zeroshard.data import Batches, Corpus, held_out_windows
 from zeroshard.models import GPT
+from zeroshard.plan.forecast import Forecast, forecast
 
-from .options import TrainOptions
+from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
 
 WARMUP_FRACTION = 0.05  # of the run
@@ -39,6 +43,7 @@ class StepResult:
     skipped: bool
     lr: float
     seconds: float  # of training, by rank 0's clock
+    step_seconds: float  # of this step, on this rank
     fraction: float  # of the run that is done, 0..1
     memory_nbytes: tuple[int, ...]  # (world_size,) resident memory (CPU) or allocated memory (GPU) of each rank
 
@@ -46,12 +51,23 @@ class StepResult:
 def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The sharded model and optimizer. The same seed gives every rank the same weights."""
     torch.manual_seed(options.seed)
-    model = GPT(options.model_config()).to(ranks.device)
+    config = options.sharding()
+    on_meta = config.offload_param.tier is not Tier.DEVICE  # a model that no rank is to hold whole, not even now
+    on_meta = on_meta and (ranks.device.type == "cuda") == torch.cuda.is_available()  # meta tells nothing of the device
+    with torch.device("meta") if on_meta else contextlib.nullcontext():
+        model = GPT(options.model_config())
+    model = model if on_meta else model.to(ranks.device)
+    if options.uses_disk and options.offload_path is None:
+        Path(OFFLOAD_PATH).mkdir(exist_ok=True)
+    if options.tile_max_bytes is not None:
+        zs.tile(model, max_bytes=options.tile_max_bytes, dtype=config.compute_dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
     )
-    clip = options.max_grad_norm or None
-    return zs.shard(model, optimizer, stage=options.stage, precision=options.precision, max_grad_norm=clip)
+    model, optimizer = zs.shard(model, optimizer, config=config)
+    if options.checkpoints:
+        zs.checkpoint_activations(model, offload=options.activations())
+    return model, optimizer
 
 
 def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
@@ -71,6 +87,7 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     batches: Batches
     step_traffic: dict[str, tuple[int, int]]  # kind of collective -> calls and bytes this rank sent in the last step
+    step_moved: dict[str, int]  # link between tiers -> bytes this rank moved over it in the last step
 
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
@@ -83,13 +100,16 @@ class Trainer:
         """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
         started, step, fraction = time.monotonic(), 0, 0.0
         while fraction < 1.0:
-            before = zs.report(self.model).communication
+            before, begin = zs.report(self.model), time.monotonic()
             self.optimizer.zero_grad()
             lr = self._set_lr(fraction)
             loss = self._accumulate(step)
             self.optimizer.step()
-            step += 1
-            self.step_traffic = _difference(zs.report(self.model).communication, before)
+            step, step_seconds = step + 1, time.monotonic() - begin
+            after = zs.report(self.model)
+            self.step_traffic = _difference(after.communication, before.communication)
+            moved = {link: nbytes - before.moved.get(link, 0) for link, nbytes in after.moved.items()}
+            self.step_moved = {link: nbytes for link, nbytes in moved.items() if nbytes}
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             fraction = step / self.options.steps
@@ -99,17 +119,26 @@ class Trainer:
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
             yield StepResult(
-                step, mean, float(record.grad_norm), record.skipped, lr, seconds, min(fraction, 1.0), memory_nbytes
-            )
+                step, mean, float(record.grad_norm), record.skipped, lr, seconds, step_seconds, min(fraction, 1.0),
+                memory_nbytes,
+            )  # fmt: skip
+
+    def forecast(self) -> Forecast:
+        """What a step will take, from a few measurements (collective)."""
+        return forecast(self.model, lambda: self._micro_batch(0, 0), accumulate=self.options.accumulate)
+
+    def _micro_batch(self, step: int, micro: int) -> Tensor:
+        """The loss of this rank's part of a micro-batch, as a share of the step's."""
+        tokens, targets = self.batches.part(
+            step, self.ranks.rank, self.ranks.world_size, micro, self.options.accumulate
+        )  # each (rows, seq)
+        return self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
 
     def _accumulate(self, step: int) -> float:
         """Forward and backward of all micro-batches of this rank; returns their mean loss."""
         total = 0.0
         for micro in range(self.options.accumulate):
-            tokens, targets = self.batches.part(
-                step, self.ranks.rank, self.ranks.world_size, micro, self.options.accumulate
-            )  # each (rows, seq)
-            loss = self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
+            loss = self._micro_batch(step, micro)
             loss.backward()
             total += loss.item()
         return total
@@ -167,3 +196,9 @@ class Trainer:
         self.model.train()
         text = bytes(written[0].tolist()).decode("utf-8", errors="replace")
         return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+    def close(self) -> None:
+        """Give up the model, which no rank may be able to hold whole, and remove files of what was offloaded (collective)."""
+        if self.options.checkpoints:
+            zs.checkpoint_activations(self.model, off=True)
+        zs.close(self.model, restore=False)

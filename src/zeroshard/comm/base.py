@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .streams import Streams
+
 CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
 
 
@@ -76,6 +78,8 @@ class Comm(ABC):
     shares_memory: bool = False  # peers read regions: allocation is collective
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
+    streams: Streams = Streams()
+    failure: Exception | None = None  # of one rank, that all ranks raise: see `abort`
 
     _serial = 0
 
@@ -100,8 +104,13 @@ class Comm(ABC):
         return Region(tensor, shards)
 
     @abstractmethod
-    def gather(self, full: Tensor, source: Region, label: str) -> Work:
-        """Fill `full` (world * shard_numel,) with the shards of all ranks."""
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        """Fill `full` (world * shard_numel,) with the shards of all ranks.
+
+        tag: None where shards rest and fences keep writers and readers apart. Where a shard has just been written
+        (staged from another tier), the number under which all ranks meet for this gather; its `Work` must then be
+        drained before the shard is overwritten.
+        """
 
     @abstractmethod
     def reduce(
@@ -140,8 +149,8 @@ class Comm(ABC):
     def poll(self) -> None:
         """Let work under way progress, without blocking."""
 
-    def abort(self, reason: str) -> None:
-        """Tell the peers that this rank failed, so that none waits for it."""
+    def abort(self, reason: str, error: Exception | None = None) -> None:
+        """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise, if not PeerFailed."""
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""

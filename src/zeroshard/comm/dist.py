@@ -10,7 +10,9 @@ Control messages (`exchange`) go through a gloo group on the host, so they never
 from __future__ import annotations
 
 import datetime
+import functools
 import math
+import pickle
 import struct
 import time
 from collections.abc import Callable
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from ..errors import CollectiveMismatch, PeerFailed, StallError
+from ..errors import CollectiveMismatch, PeerFailed, StallError, ZeroshardError
 from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
 from .streams import Streams, streams_for
 
@@ -94,11 +96,13 @@ class _Explained:
         return None
 
     def __exit__(self, kind, error, trace) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, (PeerFailed, StallError, CollectiveMismatch)):
+        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
             return
         failure = self.comm.peer_failure()
         if failure is not None:
-            raise PeerFailed(*failure, self.label) from error
+            peer, reason, theirs = failure
+            self.comm.failure = self.comm.failure or theirs
+            raise (theirs or PeerFailed(peer, reason, self.label)) from error
         if "imed out" in str(error) or "imeout" in str(error):
             raise StallError(
                 f"rank {self.comm.rank} waited {self.comm.stall_timeout_s:.0f} s at '{self.label}'. "
@@ -127,17 +131,20 @@ class DistComm(Comm):
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         timeout = datetime.timedelta(seconds=stall_timeout_s)
         # a group of its own: its messages never mix with those of the user's collectives
-        self._control = dist.new_group(self._ranks, timeout=timeout, backend="gloo")
-        self._data = dist.new_group(self._ranks, timeout=timeout, backend="gloo") if self.backend == "gloo" else group
+        local = group is not None  # a subgroup: ranks outside of it are not here to take part
+        make = functools.partial(dist.new_group, self._ranks, timeout, "gloo", use_local_synchronization=local)
+        self._control = make()
+        self._data = make() if self.backend == "gloo" else group
 
-    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         mine = source.shards[self.rank]
         assert mine is not None
         with self.explained(label):
             if self.ordered:
                 return _DistWork(self, [compat.all_gather_single(full, mine, group=self._data, async_op=True)], label)
             rows = full.view(self.world_size, -1)
-            number = 2 * source.number  # even: gathers. By region, so that ranks in different units never mix them up
+            # even: gathers. By region, so that ranks in different units never mix them up
+            number = 2 * (source.number if tag is None else tag)
             works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
             works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
         if rows[self.rank].data_ptr() != mine.data_ptr():
@@ -206,19 +213,23 @@ class DistComm(Comm):
         """Context in which errors of c10d are translated."""
         return _Explained(self, label)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, error: Exception | None = None) -> None:
         store = dist.distributed_c10d._get_default_store()
-        store.set(_FAILED.format(self.rank), reason)
+        key = _FAILED.format(self._ranks[self.rank])  # by global rank: groups share the store
+        if not store.check([key]):  # the first reason is the cause of later ones
+            store.set(key, pickle.dumps((reason, error)))
+        self.failure = self.failure or error
 
-    def peer_failure(self, patience_s: float = 2.0) -> tuple[int, str] | None:
-        """(rank, its traceback) of a peer that called `abort`, waiting a little for its note to arrive."""
+    def peer_failure(self, patience_s: float = 2.0) -> tuple[int, str, Exception | None] | None:
+        """(rank, its traceback, its error) of a peer that called `abort`, waiting a little for its note to arrive."""
         store = dist.distributed_c10d._get_default_store()
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
             try:
                 for peer in self._peers():
-                    if store.check([_FAILED.format(peer)]):
-                        return peer, store.get(_FAILED.format(peer)).decode()
+                    key = _FAILED.format(self._ranks[peer])
+                    if store.check([key]):
+                        return peer, *pickle.loads(store.get(key))
             except RuntimeError:
                 return None  # the store went with its owner
             time.sleep(0.1)

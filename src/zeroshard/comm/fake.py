@@ -22,13 +22,15 @@ class FakeComm(Comm):
     def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu") -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
 
-    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         return Work()
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:
-        return Work()
+        work = Work()
+        work.square_sum = 1.0  # see `square_sums`
+        return work
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size

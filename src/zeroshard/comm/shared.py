@@ -23,16 +23,17 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch, PeerFailed, StallError
 from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
+from .streams import streams_for
 from .transport import Transport
 
 _NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
 _CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
-class _Reduction(Work):
-    """One reduction: ready when all ranks' sources are, drained when all ranks have summed."""
+class _Meeting(Work):
+    """Ranks read what the others have just written: it can when all sources are ready, and is drained when all have read."""
 
-    def __init__(self, comm: SharedComm, key: Hashable, label: str, compute: Callable[[], float | None]) -> None:
+    def __init__(self, comm: SharedComm, key: Hashable, label: str, compute: Callable) -> None:
         self.comm, self.key, self.label, self.compute = comm, key, label, compute
         self.finished = False
         self.over = False  # drained, and forgotten by the comm
@@ -62,12 +63,13 @@ class SharedComm(Comm):
         self.transport = transport
         self.rank, self.world_size, self.device = transport.rank, transport.world_size, device
         self.stall_timeout_s = stall_timeout_s
+        self.streams = streams_for(device)
         self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
         self.summed: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
-        self._open: dict[Hashable, _Reduction] = {}  # reductions that this rank started and has not summed
+        self._open: dict[Hashable, _Meeting] = {}  # reductions that this rank started and has not summed
         self._payloads: dict[int, deque] = {peer: deque() for peer in range(self.world_size)}
         self._turn: dict[Hashable, int] = defaultdict(int)  # how often a tag was reduced
-        self._failed: dict[int, str] = {}
+        self._failed: dict[int, tuple[str, Exception | None]] = {}
         self._lost: dict[int, str] = {}
         self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
         self._writing = True
@@ -106,7 +108,15 @@ class SharedComm(Comm):
 
     # -- collectives -----------------------------------------------------------------------------------------
 
-    def gather(self, full: Tensor, source: Region, label: str) -> Work:
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        if tag is not None:
+            rows = full.view(self.world_size, -1)
+
+            def copy(work: _Meeting) -> None:
+                for peer, number in self.arrived[work.key].items():
+                    rows[peer].copy_(self._numbered(source, number).shards[peer])
+
+            return self._meet(("gather", tag), source, label, copy)
         self.fence_read()
         if not source.common:
             rows = full.view(self.world_size, -1)
@@ -119,21 +129,30 @@ class SharedComm(Comm):
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:
-        key = (tag, self._turn[tag])
-        self._turn[tag] += 1
         begin = self.rank * out.numel()
 
-        def compute() -> float | None:
-            parts = []
-            for peer, number in sorted(self.arrived[key].items()):
-                region = source.siblings(number) if source.siblings is not None else source
-                parts.append(region.wholes[peer][begin : begin + out.numel()])
+        def compute(work: _Meeting) -> float | None:
+            parts = [
+                self._numbered(source, number).wholes[peer][begin : begin + out.numel()]
+                for peer, number in sorted(self.arrived[work.key].items())
+            ]
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
             if total is not None and not math.isfinite(total):
                 work.culprits = nonfinite_ranks(parts, out)
             return total
 
-        work = _Reduction(self, key, label, compute)
+        return self._meet(("reduce", tag), source, label, compute)
+
+    @staticmethod
+    def _numbered(source: Region, number: int) -> Region:
+        """The region that a peer used: `source`, or the one of its siblings that the peer named."""
+        return source.siblings(number) if source.siblings is not None else source
+
+    def _meet(self, tag: Hashable, source: Region, label: str, compute: Callable) -> _Meeting:
+        """Tell the peers that `source` is ready; `compute` runs when all are."""
+        key = (tag, self._turn[tag])
+        self._turn[tag] += 1
+        work = _Meeting(self, key, label, compute)
         self._open[key] = work
         self.arrived[key][self.rank] = source.number
         self._tell_all(("ready", key, source.number))
@@ -156,6 +175,7 @@ class SharedComm(Comm):
         for peer in others:
             labels[peer], results[peer] = self._payloads[peer].popleft()
         if len(set(labels.values())) > 1:
+            self._check_peers([], label)  # one that failed and went on says why
             places = "; ".join(f"rank {peer}: {at}" for peer, at in sorted(labels.items()))
             raise CollectiveMismatch(
                 f"ranks entered different operations ({places}). Every rank must run the same sequence of "
@@ -194,7 +214,7 @@ class SharedComm(Comm):
     def _sum_ready(self) -> None:
         for key in [key for key in self._open if len(self.arrived[key]) == self.world_size]:
             work = self._open.pop(key)
-            work.square_sum = work.compute()
+            work.square_sum = work.compute(work)
             work.finished = True
             self.summed[key].add(self.rank)
             self._tell_all(("summed", key))
@@ -213,7 +233,8 @@ class SharedComm(Comm):
         elif kind == "exchange":
             self._payloads[peer].append(message[1:])
         elif kind == "failed":
-            self._failed[peer] = message[1]
+            self._failed.setdefault(peer, message[1:])
+            self.failure = self.failure or message[2]
         elif kind == "lost":
             self._lost[peer] = message[1]
 
@@ -238,8 +259,8 @@ class SharedComm(Comm):
             self._tell_all(("awake",))
 
     def _check_peers(self, missing: list[int], label: str) -> None:
-        for peer, reason in self._failed.items():
-            raise PeerFailed(peer, reason, label)
+        for peer, (reason, error) in self._failed.items():
+            raise error if error is not None else PeerFailed(peer, reason, label)
         for peer in missing:
             if peer in self._lost:
                 raise PeerFailed(peer, self._lost[peer], label)
@@ -280,9 +301,12 @@ class SharedComm(Comm):
             if peer != self.rank:
                 self.transport.send(peer, message)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, error: Exception | None = None) -> None:
         if not self._closed:
-            self._tell_all(("failed", reason))
+            self._tell_all(("failed", reason, error))
+        if error is not None:  # all ranks raise the same: this one must not wait for peers that do
+            self._failed.setdefault(self.rank, (reason, error))
+            self.failure = self.failure or error
 
     def close(self) -> None:
         if not self._closed:

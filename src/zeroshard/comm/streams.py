@@ -13,10 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class Streams:
-    """The host: work runs where it is called."""
+    """The host: work runs where it is called.
+
+    separate_host: the device has a memory of its own, so that tiers device and host differ.
+    """
+
+    separate_host = False
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Run `work` on the side stream, after what the current stream has done so far; (its result, a ticket)."""
@@ -25,12 +31,27 @@ class Streams:
     def join(self, ticket: Any) -> None:
         """Order the current stream after the ticket's work."""
 
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        """target <- source between host and device, after what the current stream has done so far; a ticket."""
+        return self.run_beside(lambda: target.copy_(source, non_blocking=True))[1]
+
+    def finished(self, ticket: Any) -> bool:
+        """True when `finish` would return at once."""
+        return True
+
+    def finish(self, ticket: Any) -> None:
+        """Let the host wait for the ticket's work."""
+        self.join(ticket)
+
 
 class CudaStreams(Streams):
-    """One side stream per device."""
+    """One side stream per device for sums, and one for each direction of copies, so that these pass each other."""
+
+    separate_host = True
 
     def __init__(self, device: torch.device) -> None:
         self.side = torch.cuda.Stream(device)
+        self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         self.side.wait_stream(torch.cuda.current_stream(self.side.device))
@@ -42,11 +63,26 @@ class CudaStreams(Streams):
     def join(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.side.device).wait_event(ticket)
 
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        stream = self.up if target.is_cuda else self.down
+        stream.wait_stream(torch.cuda.current_stream(self.side.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            (target if target.is_cuda else source).record_stream(stream)
+            return stream.record_event()
+
+    def finished(self, ticket: Any) -> bool:
+        return ticket.query()
+
+    def finish(self, ticket: Any) -> None:
+        ticket.synchronize()
+
 
 class RecordingStreams(Streams):
     """For tests: work is deferred until it is joined, so that a missing join shows as a wrong number."""
 
-    def __init__(self) -> None:
+    def __init__(self, separate_host: bool = False) -> None:
+        self.separate_host = separate_host
         self.log: list[str] = []
         self._deferred: dict[int, Callable[[], Any]] = {}
         self._next = 0
@@ -62,6 +98,9 @@ class RecordingStreams(Streams):
         for number in sorted(n for n in self._deferred if n <= ticket):
             self._deferred.pop(number)()
         self.log.append(f"join {ticket}")
+
+    def finished(self, ticket: int) -> bool:
+        return ticket not in self._deferred
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 _HEADER = struct.Struct("<I")
+_PAGE_NBYTES = 4096
 
 
 class Transport(ABC):
@@ -87,7 +88,9 @@ class ThreadTransport(Transport):
         return queue.popleft() if queue else None
 
     def export(self, nbytes: int) -> tuple[Tensor, object]:
-        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self.world.device)
+        tensor = torch.zeros(nbytes + _PAGE_NBYTES, dtype=torch.uint8, device=self.world.device)
+        begin = -tensor.data_ptr() % _PAGE_NBYTES  # as a mapping would be: files are read straight into it
+        tensor = tensor[begin : begin + nbytes]
         key = (self.rank, next(self.world.serial))
         self.world.memory[key] = tensor
         return tensor, key
@@ -180,7 +183,8 @@ class ProcessTransport(Transport):
         except BlockingIOError:
             self._poll.modify(sock.fileno(), select.POLLIN | select.POLLOUT)
         except OSError:
-            self._lose(peer)
+            while peer in self._peers:  # it is gone, but may have said why
+                self._read(peer, last=True)
 
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
         if not self._ready and self._peers:
@@ -194,11 +198,14 @@ class ProcessTransport(Transport):
             time.sleep(min(timeout_s, 0.05))
         return self._ready.popleft() if self._ready else None
 
-    def _read(self, peer: int) -> None:
+    def _read(self, peer: int, last: bool = False) -> None:
+        """Take what has come; lose the peer if it is gone (last: or if nothing has come)."""
         try:
             data = self._peers[peer].recv(1 << 16)
         except BlockingIOError:
-            return
+            if not last:
+                return
+            data = b""
         except OSError:
             data = b""
         if not data:

@@ -6,8 +6,11 @@ reading, not an estimate. Sizes are bytes per rank.
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
+
+from ..config import Tier
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
@@ -28,24 +31,45 @@ class Traffic:
 
 
 class Ledger:
-    """Bytes by category (`now`, `peak`) and traffic by kind of collective."""
+    """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
+
+    moved: bytes so far by link, a pair of tiers (source, target).
+    """
 
     def __init__(self) -> None:
         self.now: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)
         self.total_peak = 0
+        self.elsewhere: dict[Tier, dict[str, int]] = {Tier.HOST: defaultdict(int), Tier.DISK: defaultdict(int)}
+        self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
+        self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
+        self._lock = threading.Lock()
 
-    def enter(self, category: str, nbytes: int) -> None:
+    def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
-        self.now[category] += nbytes
-        self.peak[category] = max(self.peak[category], self.now[category])
-        self.total_peak = max(self.total_peak, sum(self.now.values()))
+        with self._lock:  # a delayed update has a thread of its own
+            if tier is not Tier.DEVICE:
+                held = self.elsewhere[tier]
+                held[category] += nbytes
+                self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
+                return
+            self.now[category] += nbytes
+            self.peak[category] = max(self.peak[category], self.now[category])
+            self.total_peak = max(self.total_peak, sum(self.now.values()))
 
-    def strike(self, category: str, nbytes: int) -> None:
+    def strike(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` less; the inverse of `enter`."""
-        self.now[category] -= nbytes
-        assert self.now[category] >= 0, f"ledger: {category} fell below zero"
+        held = self.now if tier is Tier.DEVICE else self.elsewhere[tier]
+        with self._lock:
+            held[category] -= nbytes
+        assert held[category] >= 0, f"ledger: {category} fell below zero"
+
+    def move(self, source: Tier, target: Tier, nbytes: int) -> None:
+        """Count bytes that passed a link."""
+        if source is not target:
+            with self._lock:
+                self.moved[source, target] += nbytes
 
     def sent(self, kind: str, nbytes: int, unit: str) -> None:
         """Count one collective of a unit, of which this rank sent `nbytes`."""

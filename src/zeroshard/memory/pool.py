@@ -1,4 +1,7 @@
-"""StagingPool: buffers of one constant size through which gradients leave (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
+"""Pools of buffers of one constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
+
+`StagingPool`: regions through which gradients leave, and through which offloaded shards come to be gathered. `HostPool`:
+page-aligned host memory through which states pass between tiers.
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
 can be taken again once no rank reads it any more. Normally `count` buffers circulate. More exist as address space
@@ -9,12 +12,19 @@ Every region is one that peers can read (see comm.base), so allocation is collec
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..comm.base import Comm, Region, Work
+from ..config import Tier
+from ..errors import OffloadIOError
+from ..layout import round_up
 from .ledger import STAGING, Ledger
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
@@ -33,19 +43,29 @@ class StagingPool:
     """`limit` buffers of `nbytes` each, of which `count` are normally in use."""
 
     def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int) -> None:
-        self.comm, self.ledger, self.nbytes, self.count = comm, ledger, nbytes, count
+        self.comm, self.ledger, self.count = comm, ledger, count
+        self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
         present = limit if comm.shares_memory else count
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
-        self._views: dict[tuple[int, int, torch.dtype], Region] = {}
+        self._views: dict[tuple[int, int, torch.dtype, bool], Region] = {}
         self._longest_s = _LONGEST_S  # waited once in vain: not again for each buffer, until one comes free
 
     def _new(self) -> _Buffer:
         return _Buffer(self.comm.allocate(self.nbytes, torch.uint8, whole=True))
 
-    def take(self, numel: int, dtype: torch.dtype) -> tuple[int, Region]:
-        """A free buffer as a whole region of `numel` elements; its number is for `give`."""
+    def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
+        """A free buffer as a region of `numel` elements (a whole one, or one shard); its number is for `give`."""
         assert numel * dtype.itemsize <= self.nbytes
-        number = self._find_free()
+        return self._prepare(self._find_free(), numel, dtype, whole)
+
+    def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
+        """As `take`, but None where it would have to wait."""
+        for number, buffer in enumerate(self._buffers[: self.count]):
+            if not buffer.taken and (buffer.work is None or buffer.work.drained()):
+                return self._prepare(number, numel, dtype, whole)
+        return None
+
+    def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]
         if buffer.work is not None:
             buffer.work.drain()
@@ -54,7 +74,7 @@ class StagingPool:
             buffer.touched = True
             self.ledger.enter(STAGING, self.nbytes)
         buffer.taken = True
-        return number, self._view(number, numel, dtype)
+        return number, self._view(number, numel, dtype, whole)
 
     def give(self, number: int, work: Work | None) -> None:
         """The buffer may be taken again when `work` has drained."""
@@ -103,16 +123,19 @@ class StagingPool:
         self._buffers.append(self._new())
         return len(self._buffers) - 1
 
-    def _view(self, number: int, numel: int, dtype: torch.dtype) -> Region:
-        key = (number, numel, dtype)
+    def _view(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> Region:
+        key = (number, numel, dtype, whole)
         if key not in self._views:
             region = self._buffers[number].region
             nbytes = numel * dtype.itemsize
-            tensor = region.tensor[:nbytes].view(dtype)
-            view = self.comm.private(tensor, whole=True)
-            view.wholes = [whole[:nbytes].view(dtype) for whole in region.wholes]
+            view = self.comm.private(region.tensor[:nbytes].view(dtype), whole=whole)
+            parts = [peer[:nbytes].view(dtype) for peer in region.wholes]
+            if whole:
+                view.wholes = parts
+            elif parts:
+                view.shards = list(parts)
             view.number = number
-            view.siblings = lambda other: self._view(other, numel, dtype)  # ranks choose buffers by themselves
+            view.siblings = lambda other: self._view(other, numel, dtype, whole)  # ranks choose buffers by themselves
             self._views[key] = view
         return self._views[key]
 
@@ -123,3 +146,50 @@ class StagingPool:
                 self.ledger.strike(STAGING, self.nbytes)
         self._buffers.clear()
         self._views.clear()
+
+
+class BufferPool:
+    """`count` buffers of `nbytes` each, made when they are first taken.
+
+    make: nbytes -> memory (nbytes,) uint8, of `tier`.
+    """
+
+    def __init__(self, ledger: Ledger, count: int, nbytes: int, make: Callable[[int], Tensor], tier: Tier) -> None:
+        self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
+        self._free: list[tuple[Tensor, Any]] = []  # buffer, what still reads or writes it
+        self._made = 0
+
+    def take(self, wait: bool = False) -> Tensor | None:
+        """A free buffer (nbytes,) uint8. None where there is none yet, or (wait) none that anybody gave back."""
+        for position, (_, pending) in enumerate(self._free):
+            if pending is None or pending.done():
+                return self._settled(position)
+        if self._made < self.count:
+            self._made += 1
+            self.ledger.enter(STAGING, self.nbytes, self.tier)
+            return self.make(self.nbytes)
+        return self._settled(0) if wait and self._free else None
+
+    def _settled(self, position: int) -> Tensor:
+        buffer, pending = self._free.pop(position)
+        if pending is not None:
+            pending.wait()
+        return buffer
+
+    def give(self, buffer: Tensor, pending: Any = None) -> None:
+        """The buffer may be taken again when `pending` is done."""
+        self._free.append((buffer, pending))
+
+    def lose(self) -> None:
+        """A buffer that was taken will not come back."""
+        self._made -= 1
+        self.ledger.strike(STAGING, self.nbytes, self.tier)
+
+    def close(self) -> None:
+        """Drop all memory."""
+        for _, pending in self._free:
+            with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+                pending.wait() if pending is not None else None
+        self._free.clear()
+        self.ledger.strike(STAGING, self._made * self.nbytes, self.tier)
+        self._made = self.count = 0

@@ -135,7 +135,8 @@ class GPT(nn.Module):
         """Normal(0, 0.02), as GPT-2; maps that write into the residual stream are scaled by 1 / sqrt(2 layers)."""
         std = 0.02
         if isinstance(module, (Attention, MLP)):  # apply() visits children first, so this overrides theirs
-            nn.init.normal_(module.out.weight, std=std / math.sqrt(2 * self.config.layers))
+            for weight in module.out.parameters():  # one, or those of its tiles (zs.tile)
+                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
 

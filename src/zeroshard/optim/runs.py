@@ -12,97 +12,114 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..config import Tier
 from ..layout import ALIGNMENT, round_up
+from ..memory.tiers import Rest, Tiers
 from ..unit import ParamGroup
+from .states import ColumnStates, DeviceStates
 
 
 @dataclass(eq=False)
 class Run:
     """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
 
-    tensor: the leaf that the optimizer steps (values or masters, sharing memory).
+    states: its optimizer states. tensor: the leaf that the inner optimizer steps (values or masters, sharing memory); None
+    where the states are offloaded and the host steps the run.
     """
 
     group: ParamGroup
     start: int
     stop: int
     indices: list[int]
-    tensor: nn.Parameter
+    states: DeviceStates | ColumnStates
+    tensor: nn.Parameter | None
 
-    def grad_of(self, grads: Tensor) -> Tensor:
-        """This run's part of the gradient buffer that matches the stepped one."""
-        return grads[self.start : self.stop]
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
+    @property
+    def active(self) -> bool:
+        """True if some rank has a gradient for it (the same for all its parameters: see `split`)."""
+        return self.group.active[self.indices[0]]
 
-def stepped_buffer(group: ParamGroup, replicated: bool) -> Tensor:
-    """What the optimizer steps: masters where there are any, else the values; the shard, or (replicated) all."""
-    if group.master is not None:
-        return group.master
-    return group.values.full if replicated else group.values.shard
-
-
-def gradient_buffer(group: ParamGroup, replicated: bool) -> Tensor:
-    """The gradient that matches `stepped_buffer`."""
-    assert group.grads is not None
-    return group.grads.full if replicated else group.grads.shard
+    def holds(self, value: object) -> bool:
+        """True for a state with one value an element, False for a scalar."""
+        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
 
 
-def slot_range(group: ParamGroup, index: int, replicated: bool) -> tuple[int, int]:
-    """[start, stop) of a parameter in the stepped buffer, with the padding that follows it."""
-    slot = group.layout.slots[index]
-    stop = round_up(slot.stop, ALIGNMENT)
-    if replicated:
-        return slot.offset, stop
-    begin, end = group.layout.shard_range(group.comm.rank)
-    start, stop = max(slot.offset, begin), min(stop, end)
-    return (start - begin, stop - begin) if start < stop else (0, 0)
+class RunMaker:
+    """Makes the runs of one optimizer.
 
-
-def make_runs(group: ParamGroup, keys: list[object], replicated: bool) -> list[tuple[object, Run]]:
-    """(key, run) for each maximal stretch of parameters with equal, not-None key.
-
-    A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
-    step count lives on every rank, so that all ranks show the same states.
+    replicated: optimizer states are whole on every rank. state: the inner optimizer's.
     """
-    runs: list[tuple[object, Run]] = []
-    buffer = stepped_buffer(group, replicated)
-    pending: list[tuple[object, int, int, list[int]]] = []
-    for index, key in enumerate(keys):
-        if key is None:
-            continue
-        start, stop = slot_range(group, index, replicated)
-        if start == stop:
-            start = stop = pending[-1][2] if pending else 0
-        if pending and pending[-1][0] == key and pending[-1][2] == start:
-            last = pending.pop()
-            pending.append((key, last[1], stop, [*last[3], index]))
-        else:
-            pending.append((key, start, stop, [index]))
-    for key, start, stop, indices in pending:
-        runs.append((key, Run(group, start, stop, indices, nn.Parameter(buffer[start:stop]))))
-    return runs
+
+    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers) -> None:
+        self.replicated, self.state, self.tiers = replicated, state, tiers
+
+    def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
+        """One run without states."""
+        if group.offload.tier is not Tier.DEVICE:
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None)
+        tensor = nn.Parameter(self.stepped(group)[start:stop])
+        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor)
+
+    def stepped(self, group: ParamGroup) -> Tensor:
+        """What the inner optimizer steps, on the device: masters where there are any, else the values."""
+        if group.master is not None:
+            return group.master.load(0, group.master.numel)
+        return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
+
+    def gradient(self, group: ParamGroup) -> Tensor:
+        """The gradient that matches `stepped`."""
+        assert group.grads is not None
+        return group.grads.full if self.replicated else group.grads.load()
+
+    def slot_range(self, group: ParamGroup, index: int) -> tuple[int, int]:
+        """[start, stop) of a parameter in the stepped buffer, with the padding that follows it."""
+        slot = group.layout.slots[index]
+        stop = round_up(slot.stop, ALIGNMENT)
+        if self.replicated:
+            return slot.offset, stop
+        begin, end = group.layout.shard_range(group.comm.rank)
+        start, stop = max(slot.offset, begin), min(stop, end)
+        return (start - begin, stop - begin) if start < stop else (0, 0)
+
+    def runs(self, group: ParamGroup, keys: list[object]) -> list[tuple[object, Run]]:
+        """(key, run) for each maximal stretch of parameters with equal, not-None key.
+
+        A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
+        step count lives on every rank, so that all ranks show the same states.
+        """
+        pending: list[tuple[object, int, int, list[int]]] = []
+        for index, key in enumerate(keys):
+            if key is None:
+                continue
+            start, stop = self.slot_range(group, index)
+            if start == stop:
+                start = stop = pending[-1][2] if pending else 0
+            if pending and pending[-1][0] == key and pending[-1][2] == start:
+                last = pending.pop()
+                pending.append((key, last[1], stop, [*last[3], index]))
+            else:
+                pending.append((key, start, stop, [index]))
+        return [(key, self.make(group, start, stop, indices)) for key, start, stop, indices in pending]
+
+    def split(self, run: Run) -> list[Run]:
+        """One run per parameter, each with its part of the states."""
+        parts = []
+        for index in run.indices:
+            start, stop = self.slot_range(run.group, index)
+            part = self.make(run.group, start, stop, [index])
+            part.states = run.states.cut(start - run.start, stop - run.start, part.tensor)
+            parts.append(part)
+        run.states.clear()
+        return parts
 
 
-def split(run: Run, replicated: bool, state: dict[Tensor, dict]) -> list[Run]:
-    """One run per parameter, with the optimizer's state divided: tensors of the run's size are cut, others copied."""
-    buffer = stepped_buffer(run.group, replicated)
-    old = state.pop(run.tensor, None)
-    parts = []
-    for index in run.indices:
-        start, stop = slot_range(run.group, index, replicated)
-        part = Run(run.group, start, stop, [index], nn.Parameter(buffer[start:stop]))
-        if old is not None:
-            state[part.tensor] = {k: _cut(v, run, start, stop) for k, v in old.items()}
-        parts.append(part)
-    return parts
-
-
-def _cut(value: object, run: Run, start: int, stop: int) -> object:
-    if isinstance(value, Tensor):
-        if value.shape == run.tensor.shape:
-            return value[start - run.start : stop - run.start]
-        return value.clone()
-    return value
+def stepped_rest(group: ParamGroup) -> Rest:
+    """What is stepped of an offloaded group: masters where there are any, else the values."""
+    return group.master if group.master is not None else group.values.rest
 
 
 def state_nbytes(state: dict[Tensor, dict]) -> int:

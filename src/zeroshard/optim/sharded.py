@@ -22,14 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Placement
+from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError
 from ..memory.ledger import OPTIMIZER
+from ..memory.tiers import Rest
 from ..runtime import Runtime
 from ..unit import ParamGroup
+from .delayed import DelayedStep
+from .kernels import matches
 from .record import StepRecord
-from .runs import Run, gradient_buffer, make_runs, slot_range, split, state_nbytes
+from .runs import Run, RunMaker, state_nbytes
 from .schedulers import respect_skipped_steps
+from .states import StateHome
+from .stepping import HostStepper, Job
 
 
 class OptimizerCore:
@@ -38,14 +43,21 @@ class OptimizerCore:
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         self.outer, self.runtime, self.comm = optimizer, runtime, runtime.comm
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
-        self.inner = _inner_copy(optimizer)
+        self.inner = inner_copy(optimizer)
+        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers)
+        self.host: HostStepper | None = None
+        if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
+            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, self._fused())
+        self.delayed: DelayedStep | None = None
+        if self.host is not None and runtime.config.delayed_update is not None:
+            self.delayed = DelayedStep(self.host)
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
         self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
         for group in runtime.groups:
             if not group.trainable:
                 continue
             keys: list[object] = [self.group_of.get(id(param)) for param in group.params]
-            for number, run in make_runs(group, keys, self.replicated):
+            for number, run in self.maker.runs(group, keys):
                 self.runs[number].append(run)  # type: ignore[index]
         self._show_runs()
         self.norm: tuple[float, float] | None = None  # (norm, coefficient), once found for the coming step
@@ -54,10 +66,17 @@ class OptimizerCore:
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
+    def _fused(self) -> bool:
+        """Whether the host steps with fused kernels: see config.Offload."""
+        given = self.runtime.config.offload_optimizer.fused
+        if given is not None:
+            return given
+        return self.runtime.tiers.separate or matches(self.outer)
+
     def _show_runs(self) -> None:
-        """The inner optimizer's param_groups are the runs."""
+        """The inner optimizer's param_groups are the runs that it steps on the device."""
         for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
-            group["params"] = [run.tensor for run in runs]
+            group["params"] = [run.tensor for run in runs if run.tensor is not None]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
@@ -68,9 +87,13 @@ class OptimizerCore:
 
     def global_norm(self) -> float:
         """Norm of the unscaled mean gradient over all ranks (collective). Non-finite where any element is."""
-        sums = [(group.grads, group.grads.square_sum) for group in self.stepped_groups]
-        total = sum(known for _, known in sums if known is not None)
-        total += self.comm.square_sums([grads.shard for grads, known in sums if known is None])
+        buffers = [group.grads for group in self.stepped_groups]
+        known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
+        total = sum(value for value in known if isinstance(value, float))
+        total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
+        total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
+        on_device = [value for value in known if isinstance(value, Tensor)]
+        total += float(torch.stack(on_device).sum()) if on_device else 0.0
         mine = struct.pack("<dd", total, self.runtime.weight)
         everyone = [struct.unpack("<dd", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
         total, weight = (sum(column) for column in zip(*everyone, strict=True))
@@ -101,8 +124,7 @@ class OptimizerCore:
         if factor == 1.0:
             return
         for group in self.stepped_groups:
-            gradient_buffer(group, self.replicated).mul_(factor)
-            group.grads.square_sum = None
+            group.grads.scale(factor)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -111,6 +133,7 @@ class OptimizerCore:
         runtime = self.runtime
         if runtime.closed:
             raise ModelClosed("optimizer.step() after zs.close(model).")
+        runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
         runtime.flush()
@@ -125,8 +148,7 @@ class OptimizerCore:
         self.norm = None
         if not math.isfinite(norm):
             return self._skip(norm, scale)
-        self._update()
-        self._publish()
+        self.publish(self._update())
         self._skipped_in_a_row = 0
         runtime.steps += 1
         if runtime.scaler is not None:
@@ -158,7 +180,7 @@ class OptimizerCore:
         mine = []
         for group in self.stepped_groups:
             for index, spec in enumerate(group.specs):
-                if torch.isfinite(group.homes[index].cut(group.grads.shard)).all():
+                if torch.isfinite(group.homes[index].fetch(gradient=True)).all():
                     continue
                 ranks = sorted(group.grads.culprits)
                 where = f"rank {', '.join(map(str, ranks))}" if ranks else f"shard of rank {self.comm.rank}"
@@ -167,25 +189,82 @@ class OptimizerCore:
         return tuple(dict.fromkeys(name for part in everyone for name in pickle.loads(part)))
 
     @torch.no_grad()
-    def _update(self) -> None:
+    def _update(self) -> list[ParamGroup]:
+        """Step on this rank's shards; the groups whose parameters were written, the same on every rank."""
         self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
+        self.runtime.settle()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
+        self.wait()
         for group in groups:
-            self._refresh_masters(group)
+            self.refresh_masters(group)
+        published = self._publish_delayed() if self.delayed is not None else []
         self._split_where_inactive(stepped)
         self._copy_options(self.outer.param_groups, self.inner.param_groups)
-        for run in self._all_runs():
-            if id(run.group) in stepped and run.group.active[run.indices[0]]:
-                run.tensor.grad = run.grad_of(gradient_buffer(run.group, self.replicated)).to(run.tensor.dtype)
+        runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
         self.inner.step()
-        for run in self._all_runs():
-            run.tensor.grad = None
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = None
         self._copy_options(self.inner.param_groups, self.outer.param_groups)
+        if self.host is not None:
+            self._step_on_host(runs)
         for group in groups:
-            if group.master is not None:
-                (group.values.full if self.replicated else group.values.shard).copy_(group.master)
+            if group.master is not None and group.offload.tier is Tier.DEVICE:
+                self._put_values(group, self.maker.stepped(group))
         self._enter_states()
+        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not: handed over
+
+    def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
+        """Parameters <- masters, rounded."""
+        if self.replicated:
+            group.values.full.copy_(stepped)
+        else:
+            group.values.forget()
+            rest = group.values.rest
+            rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # rounded before it travels
+
+    def _step_on_host(self, runs: list[Run]) -> None:
+        """Step the offloaded runs, in the order of the model."""
+        assert self.host is not None
+        options = {id(run): o for group, o in zip(self.runs, self.inner.param_groups, strict=True) for run in group}
+        offloaded = [run for run in runs if run.tensor is None]
+        grads = {id(run.group): run.group.grads for run in offloaded}
+        for buffer in grads.values():
+            buffer.land()
+        warm_up = self.runtime.config.delayed_update
+        if warm_up is None or self.runtime.steps < warm_up:
+            self.host.step([Job(r, options[id(r)], r.group.grads.rest, r.group.grads.factor) for r in offloaded])
+            return
+        factors = {key: buffer.factor for key, buffer in grads.items()}
+        rests = {key: buffer.hand_over() for key, buffer in grads.items()}
+        for run in offloaded:
+            run.group.active = [False] * len(run.group.specs)
+        self.delayed.start(
+            [Job(r, dict(options[id(r)]), rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
+        )
+
+    def _publish_delayed(self) -> list[ParamGroup]:
+        """Parameters take what the delayed update has made of their masters; the groups concerned."""
+        groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
+        for group in groups:
+            self.refresh_masters(group)  # what the user has written meanwhile stands
+            self._put_values(group, group.master.host(0, group.master.numel))
+        return groups
+
+    def wait(self) -> None:
+        """Return when masters and states are at rest and nobody's but ours."""
+        if self.delayed is not None:
+            self.delayed.wait()
+
+    def begin_write(self) -> None:
+        """Values, masters or states are about to be written other than by a step: what was read ahead is outdated."""
+        self.wait()
+        if self.host is not None:
+            self.host.forget()
 
     def _all_runs(self) -> list[Run]:
         return [run for runs in self.runs for run in runs]
@@ -198,7 +277,7 @@ class OptimizerCore:
             for run in runs:
                 active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
                 if len(set(active)) > 1:
-                    result += split(run, self.replicated, self.inner.state)
+                    result += self.maker.split(run)
                     changed = True
                 else:
                     result.append(run)
@@ -206,18 +285,19 @@ class OptimizerCore:
         if changed:
             self._show_runs()
 
-    def _refresh_masters(self, group: ParamGroup) -> None:
+    def refresh_masters(self, group: ParamGroup) -> None:
         """Masters follow what the user wrote into parameters since the last step."""
         if not group.values.sharded:
             for index, param in enumerate(group.params):
                 if param._version != group.versions[index]:
                     group.versions[index] = param._version
                     group.dirty.add(index)
-        if group.master is not None:
-            for index in group.dirty:
-                start, stop = slot_range(group, index, self.replicated)
-                source = group.values.full if self.replicated else group.values.shard
-                group.master[start:stop].copy_(source[start:stop])
+        if group.dirty and self.host is not None:
+            self.host.forget()
+        for index in group.dirty if group.master is not None else ():
+            start, stop = self.maker.slot_range(group, index)
+            whole = group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
+            group.master.store(start, whole[start:stop])
         group.dirty.clear()
 
     @staticmethod
@@ -227,10 +307,10 @@ class OptimizerCore:
                 if key != "params":
                     kept[key] = value
 
-    def _publish(self) -> None:
-        """Replicated parameters of a sharded optimizer: gather what each rank has stepped."""
+    def publish(self, written: list[ParamGroup]) -> None:
+        """Replicated parameters of a sharded optimizer: gather what each rank has written."""
         if not self.replicated:
-            works = [g.values.gather() for g in self.stepped_groups if not g.values.sharded]
+            works = [g.values.gather() for g in written if not g.values.sharded]
             for work in works:
                 work.wait()
             if works:
@@ -238,6 +318,7 @@ class OptimizerCore:
         self.comm.fence_read()
 
     def _enter_states(self) -> None:
+        """States of the inner optimizer; columns enter themselves."""
         nbytes = state_nbytes(self.inner.state)
         if nbytes != self._state_nbytes:
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
@@ -248,15 +329,21 @@ class OptimizerCore:
         """All gradients there are become zeros; local sums held back are dropped."""
         for group in self.stepped_groups:
             group.grads.drop_held()
-            gradient_buffer(group, self.replicated).zero_()
+            group.grads.zero()
+
+    def poll(self) -> None:
+        """Let transfers for the next step progress."""
+        if self.host is not None and (self.delayed is None or not self.delayed.running):
+            self.host.poll()
 
     # -- state by parameter ----------------------------------------------------------------------------------
 
     def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
         """The inner state as torch shows it: by parameter, tensors as sharded tensors of the true shape."""
+        self.wait()
         result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         for run in self._all_runs():
-            state = self.inner.state.get(run.tensor)
+            state = run.states.load()
             if not state:
                 continue
             for index in run.indices:
@@ -266,28 +353,30 @@ class OptimizerCore:
         return result
 
     def _view(self, run: Run, index: int, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.shape != run.tensor.shape:
+        if isinstance(value, Rest):
+            return StateHome(run.group.homes[index], value).tensor()
+        if not run.holds(value):
             return value
         home, slot = run.group.homes[index], run.group.layout.slots[index]
-        start, _ = slot_range(run.group, index, self.replicated)
+        start, _ = self.maker.slot_range(run.group, index)
         if self.replicated:
             return value[start - run.start : start - run.start + slot.numel].view(slot.shape)
-        return home.wrap(value[start - run.start : start - run.start + home.piece.numel])
+        return home.wrap(value[start - run.start : start - run.start + home.piece.numel], value.dtype)
 
     @torch.no_grad()
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
         """Take states by parameter id, tensors whole or sharded alike. Each parameter becomes a run of its own."""
+        self.begin_write()
         counters = self._counters(states)
-        self.inner.state.clear()
+        for run in self._all_runs():
+            run.states.clear()
         for number, runs in enumerate(self.runs):
-            self.runs[number] = [part for run in runs for part in split(run, self.replicated, {})]
+            self.runs[number] = [part for run in runs for part in self.maker.split(run)]
         self._show_runs()
         for run in self._all_runs():
             state = states.get(id(run.group.params[run.indices[0]]))
             if state:
-                self.inner.state[run.tensor] = {
-                    key: self._take(run, value, key in counters) for key, value in state.items()
-                }
+                run.states.save({key: self._take(run, value, key in counters) for key, value in state.items()})
         self._enter_states()
 
     def _counters(self, states: dict[int, dict[str, Any]]) -> set[str]:
@@ -306,7 +395,9 @@ class OptimizerCore:
         if counter or not isinstance(value, Tensor) or tuple(value.shape) != shape:
             return value.clone() if isinstance(value, Tensor) else value
         home = run.group.homes[index]
-        taken = torch.zeros_like(run.tensor, dtype=None if value.is_floating_point() else value.dtype)
+        stepped = run.group.master if run.group.master is not None else run.group.values
+        dtype = stepped.dtype if value.is_floating_point() else value.dtype
+        taken = torch.zeros(run.numel, dtype=dtype, device=self.comm.device)
         if self.replicated:
             taken[: value.numel()].copy_(value.reshape(-1))
         else:
@@ -317,6 +408,9 @@ class OptimizerCore:
 
     def close(self) -> None:
         """Drop states."""
+        self.wait()
+        if self.host is not None:
+            self.host.close()
         self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()
@@ -375,7 +469,7 @@ class ShardedOptimizer:
         raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() and shard again.")
 
 
-def _inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
     inner = object.__new__(type(optimizer))
     inner.__dict__.update(optimizer.__dict__)

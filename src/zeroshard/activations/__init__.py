@@ -1,0 +1,1 @@
+"""Activations: partitioned and offloaded checkpoints, and tiled operators (ZeRO-R; ZeRO-Infinity)."""

@@ -1,0 +1,176 @@
+"""The file engine beside dd and fio: sequential direct writes and reads of one file, interleaved in one run.
+
+    python -m zeroshard.bench.disk [--path FOLDER] [--nbytes N] [--rounds R]
+
+Each round runs every program once, in another order: it overwrites the same, fully written file, then reads it.
+Reported are medians in GB/s (1e9 bytes), and the ratio of the engine to the best of the others; the goal is GOAL. dd and
+fio run with several block sizes and queue depths, of which the best counts; fio is left out where it is not installed.
+The engine moves as much memory as the file has bytes, from `empty_aligned`, with huge pages; dd and fio use one small
+buffer again and again, which stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from zeroshard.memory.aligned import empty_aligned
+from zeroshard.memory.files import Engine, File
+from zeroshard.memory.swap import SwapFolder
+
+GOAL = 0.95  # of the best other program
+ENGINE = "engine"
+MIB = 1 << 20
+ROUNDS, NBYTES = 5, 2 << 30
+DD_BLOCKS_MIB = (1, 4, 16)
+FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
+
+Program = Callable[[bool], float]  # True: write, False: read; returns seconds
+
+
+def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUNDS) -> dict:
+    """Measure, and remove the file again.
+
+    Args:
+        path: a folder on the disk to measure.
+        nbytes: size of the file; a multiple of 16 MiB.
+        rounds: how often each program writes and reads all of it.
+
+    Returns:
+        {"path", "nbytes", "rounds", "direct", "write": result, "read": result} with result = {"gb_per_s": {program:
+        [one number per round]}, "median": {program: number}, "best_other": program or None, "ratio": number or None}
+
+    Raises:
+        SwapError: the folder cannot be used; see `SwapFolder`.
+    """
+    largest = max(DD_BLOCKS_MIB) * MIB
+    if nbytes < largest or nbytes % largest or rounds < 1:
+        raise ValueError(f"expected nbytes as a multiple of {largest} and at least one round, got {nbytes}, {rounds}")
+    with SwapFolder(path, rank=0, needed_nbytes=nbytes) as folder, Engine() as engine:
+        file = folder.file("bench", nbytes)
+        memory = empty_aligned(nbytes).random_(0, 256)  # no disk shall find zeros to leave out
+        programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
+        programs |= _others(Path(file.path), nbytes)
+        engine.write(file, 0, memory).wait()  # what follows overwrites, as steps do
+        speeds: dict[bool, dict[str, list[float]]] = {writes: {n: [] for n in programs} for writes in (True, False)}
+        order = list(programs)
+        for number in range(rounds):
+            random.Random(number).shuffle(order)
+            for name in order:
+                for writes in (True, False):
+                    speeds[writes][name].append(nbytes / programs[name](writes) / 1e9)
+        result = {"path": str(path), "nbytes": nbytes, "rounds": rounds, "direct": file.direct}
+        return result | {"write": _result(speeds[True]), "read": _result(speeds[False])}
+
+
+def _result(speeds: dict[str, list[float]]) -> dict:
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    others = [name for name in median if name != ENGINE]
+    best = max(others, key=median.__getitem__, default=None)
+    ratio = median[ENGINE] / median[best] if best else None
+    return {"gb_per_s": speeds, "median": median, "best_other": best, "ratio": ratio}
+
+
+def _engine_s(engine: Engine, file: File, memory: Tensor, writes: bool) -> float:
+    begin = time.perf_counter()
+    (engine.write if writes else engine.read)(file, 0, memory).wait()
+    return time.perf_counter() - begin
+
+
+def _others(path: Path, nbytes: int) -> dict[str, Program]:
+    """dd and fio, where they are installed."""
+    programs: dict[str, Program] = {}
+    if shutil.which("dd"):
+        for block_mib in DD_BLOCKS_MIB:
+            programs[f"dd bs={block_mib}M"] = functools.partial(_dd_s, path, nbytes, block_mib)
+    if shutil.which("fio"):
+        for ioengine, block_mib, depth in FIO_RUNS:
+            name = f"fio {ioengine} bs={block_mib}M depth={depth}"
+            programs[name] = functools.partial(_fio_s, path, nbytes, ioengine, block_mib, depth)
+    return programs
+
+
+def _dd_s(path: Path, nbytes: int, block_mib: int, writes: bool) -> float:
+    """Seconds by dd's own clock."""
+    command = ["dd", f"bs={block_mib}M", f"count={nbytes // (block_mib * MIB)}"]
+    if writes:
+        command += ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc"]
+    else:
+        command += [f"if={path}", "of=/dev/null", "iflag=direct"]
+    told = _output(command).stderr
+    seconds = re.search(r"([0-9.e-]+) s,", told)
+    if seconds is None:
+        raise RuntimeError(f"expected seconds in the output of dd, got {told!r}")
+    return float(seconds[1])
+
+
+def _fio_s(path: Path, nbytes: int, ioengine: str, block_mib: int, depth: int, writes: bool) -> float:
+    """Seconds by fio's own clock, without its start."""
+    mode = "write" if writes else "read"
+    command = ["fio", "--name=bench", f"--filename={path}", f"--rw={mode}", f"--bs={block_mib}M", f"--size={nbytes}"]
+    command += [f"--ioengine={ioengine}", f"--iodepth={depth}", "--direct=1", "--thread", "--overwrite=1"]
+    command += ["--scramble_buffers=0", "--output-format=json"]  # no time for making up data
+    job = json.loads(_output(command).stdout)["jobs"][0][mode]
+    return job["runtime"] / 1e3 * nbytes / job["io_bytes"]
+
+
+def _output(command: Sequence[str]) -> subprocess.CompletedProcess:
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return done
+
+
+def table(result: dict) -> str:
+    """The result as lines for people."""
+    how = "direct" if result["direct"] else "BUFFERED: this filesystem has no direct I/O"
+    lines = [f"{result['path']}: {result['nbytes'] / 2**30:g} GiB, {result['rounds']} rounds, {how}; GB/s"]
+    lines.append(f"{'':28s}{'write':>8s}{'(range)':>16s}{'read':>8s}{'(range)':>16s}")
+    for name in result["write"]["median"]:
+        line = f"{name:28s}"
+        for mode in ("write", "read"):
+            speeds = result[mode]["gb_per_s"][name]
+            line += f"{result[mode]['median'][name]:8.2f}{f'({min(speeds):.2f}-{max(speeds):.2f})':>16s}"
+        lines.append(line)
+    for mode in ("write", "read"):
+        ratio, best = result[mode]["ratio"], result[mode]["best_other"]
+        if ratio is None:
+            lines.append(f"{mode}: nothing to compare with; install dd or fio")
+        else:
+            verdict = "met" if ratio >= GOAL else "MISSED"
+            lines.append(f"{mode}: engine / {best} = {ratio:.2f} (goal: at least {GOAL}: {verdict})")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; a missed goal is reported, not an error."""
+    parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.disk", description=__doc__.splitlines()[0])
+    parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: here)")
+    parser.add_argument("--nbytes", type=int, default=NBYTES, help=f"size of the file (default: {NBYTES})")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"(default: {ROUNDS})")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    arguments = parser.parse_args(argv)
+    try:
+        result = run(arguments.path, arguments.nbytes, arguments.rounds)
+    except ValueError as error:  # SwapError is one
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(result) if arguments.json else table(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Host memory that direct I/O accepts, and the bytes of tensors.
+
+Direct I/O moves data between a device and the memory of a process without a copy; address, offset and length must be
+multiples of ALIGN. `torch.empty` aligns to 64 only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+import torch
+from torch import Tensor
+
+ALIGN = 4096  # a multiple of every usual logical block size
+_MAP_NBYTES = 1 << 16  # from here on memory is mapped by itself, exact in size; below, a slice of a larger tensor
+
+
+def round_up(nbytes: int) -> int:
+    """The smallest multiple of ALIGN that is not smaller."""
+    return (nbytes + ALIGN - 1) & -ALIGN
+
+
+def round_down(nbytes: int) -> int:
+    """The largest multiple of ALIGN that is not larger."""
+    return nbytes & -ALIGN
+
+
+def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
+    """Uninitialised bytes at an address that direct I/O accepts.
+
+    Args:
+        nbytes: size; the memory is that size rounded up to a page, not to a power of two as `pin_memory()` rounds.
+        pin: lock the pages for copies from and to a CUDA device; without one this has no effect. The tensor must live
+            until its copies are done, which no allocator watches over here.
+
+    Returns:
+        a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
+    """
+    if nbytes < _MAP_NBYTES and not pin:
+        whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
+        skip = -whole.data_ptr() % ALIGN
+        return whole[skip : skip + nbytes]
+    memory = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            # fewer page faults, and fewer segments in a transfer: 2.1 GB/s written and 1.6 read, 1.7 and 1.2 without
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    if pin and torch.cuda.is_available():
+        memory.pin(whole)
+    return whole[:nbytes]
+
+
+class _Mapping(mmap.mmap):
+    """Mapped memory that can be locked for CUDA, until just before it is unmapped."""
+
+    _pinned: int = 0  # the address
+
+    def pin(self, whole: Tensor) -> None:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
+        self._pinned = whole.data_ptr()
+
+    def __del__(self) -> None:  # a weakref's callback would come after munmap
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor on the host as bytes, for as long as the caller holds the tensor.
+
+    Not by way of numpy: `tensor.numpy()` marks the storage as one that can never be resized again, and released buffers
+    of this library are resized to nothing.
+    """
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
+        raise ValueError(
+            f"expected a contiguous tensor on the CPU, got shape {tuple(tensor.shape)}, stride "
+            f"{tuple(tensor.stride()) if tensor.layout == torch.strided else tensor.layout} on {tensor.device}; "
+            "pass tensor.contiguous().cpu(), or a flat slice of one buffer"
+        )
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    if tensor.untyped_storage().nbytes() < end or not tensor.data_ptr():
+        raise ValueError(
+            f"expected a tensor that has its memory, got shape {tuple(tensor.shape)} without; was it released?"
+        )
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,78 @@
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675, algorithm 2).
+
+    u     = sign(beta1 * exp_avg + (1 - beta1) * grad)
+    param = (1 - lr * weight_decay) * param - lr * u        decoupled weight decay
+    exp_avg = beta2 * exp_avg + (1 - beta2) * grad
+
+One state as large as the parameter, where Adam has two: 4 bytes a parameter less on the host. Every operation is
+elementwise and gives an element the same bits wherever it lies in its tensor, so that shards, chunks and whole
+parameters agree (tests/test_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+
+class Lion(torch.optim.Optimizer):
+    """torch.optim style: `Lion(model.parameters(), lr=1e-4, weight_decay=0.1)`.
+
+    The paper takes lr 3-10 times smaller and weight_decay 3-10 times larger than for AdamW. State: "exp_avg".
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ConfigError(f"Lion: expected lr to be a number or a tensor of 1 element, got {lr.numel()} elements.")
+        if not 0.0 <= lr:
+            raise ConfigError(f"Lion: expected lr >= 0, got {lr}.")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ConfigError(f"Lion: expected betas to be two numbers in [0, 1), got {betas}.")
+        if not 0.0 <= weight_decay:
+            raise ConfigError(f"Lion: expected weight_decay >= 0, got {weight_decay}.")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ConfigError("Lion: expected dense gradients, got a sparse one; use sparse=False.")
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                lion_update(param, param.grad, state["exp_avg"], group)
+        return loss
+
+
+def lion_update(param: Tensor, grad: Tensor, exp_avg: Tensor, options: dict, scratch: Tensor | None = None) -> None:
+    """Five elementwise passes (four without weight decay), in place. scratch: like param, else it is allocated."""
+    lr, weight_decay = float(options["lr"]), float(options["weight_decay"])
+    beta1, beta2 = options["betas"]
+    if options["maximize"]:
+        grad = torch.neg(grad)
+    direction = torch.lerp(exp_avg, grad, 1 - beta1, out=scratch).sign_()
+    if weight_decay != 0:
+        param.mul_(1 - lr * weight_decay)
+    param.add_(direction, alpha=-lr)
+    exp_avg.lerp_(grad, 1 - beta2)

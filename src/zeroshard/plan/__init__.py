@@ -1,0 +1,1 @@
+"""Plans: what a run will take, said before it starts."""

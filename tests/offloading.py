@@ -1,0 +1,114 @@
+"""What tests of offload share: where states rest, and a device with a memory of its own that needs no GPU.
+
+`StrictStreams` is as unfriendly as streams may be: a copy happens when somebody waits for it and not before, until then
+its target is NaN, a copy to the host is there only when the *host* has waited, and what is being copied from the host must
+stay as it is until the host has waited. So a missing join, a missing wait or a buffer that is used again too early is a
+wrong number here, as it would be on a GPU, but every time.
+"""
+
+import contextlib
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroshard.comm import world
+from zeroshard.comm.streams import Streams
+from zeroshard.config import Offload, Tier
+from zeroshard.memory.tiers import Tiers
+
+TINY = {"buffer_nbytes": 1 << 16, "buffer_count": 2}
+LARGE = {"buffer_nbytes": 1 << 20, "buffer_count": 4}  # every shard of the models here fits one
+
+
+@contextlib.contextmanager
+def emptied(path: Path) -> Iterator[str]:
+    """A folder for swap files in which nothing may remain."""
+    yield str(path)
+    assert not list(path.iterdir()), "a swap folder was left behind"
+
+
+def offload(device: str, disk: str, **options) -> Offload:
+    return Offload(device, path=disk if device == "nvme" else None, any_filesystem=True, **options)
+
+
+def tiers(disk: str, parameter: str = "none", gradient: str = "none", optimizer: str = "none", **options) -> dict:
+    """Options of zs.shard."""
+    places = {"param": parameter, "gradient": gradient, "optimizer": optimizer}
+    return {f"offload_{state}": offload(device, disk, **options) for state, device in places.items()}
+
+
+@dataclass
+class Ticket:
+    """One copy between host and device."""
+
+    direction: Tier  # where it ends
+    target: torch.Tensor
+    source: torch.Tensor
+    taken: torch.Tensor | None = None  # what the copy has read, once it has run
+    over: bool = False  # the host knows
+
+
+class StrictStreams(Streams):
+    """See above. Copies of one direction run in order, as on one stream."""
+
+    separate_host = True
+
+    def __init__(self, seed: int = 0) -> None:
+        self.direction = Tier.DEVICE  # of the coming copy: Tiers.copy tells (see `strict_devices`)
+        self.queues = {Tier.DEVICE: deque(), Tier.HOST: deque()}
+        self.draw = random.Random(seed)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        assert target.data_ptr() != source.data_ptr()
+        ticket = Ticket(self.direction, target, source)
+        self.queues[ticket.direction].append(ticket)
+        target.fill_(math.nan)
+        return ticket
+
+    def join(self, ticket: Ticket) -> None:
+        queue = self.queues[ticket.direction]
+        while ticket.taken is None:
+            due = queue.popleft()
+            due.taken = due.source.clone()
+            if due.direction is Tier.DEVICE:
+                due.target.copy_(due.taken)
+
+    def finish(self, ticket: Ticket) -> None:
+        self.join(ticket)
+        if ticket.over:
+            return
+        ticket.over = True
+        if ticket.direction is Tier.HOST:
+            ticket.target.copy_(ticket.taken)
+        else:
+            assert torch.equal(ticket.source, ticket.taken), "host memory was written before its copy to the device was over"
+
+    def finished(self, ticket: Ticket) -> bool:
+        """Now and then a copy is over by itself."""
+        if not ticket.over and self.draw.random() < 0.3:
+            self.finish(ticket)
+        return ticket.over
+
+
+def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function to be called on a rank: from then on its device has a memory of its own (strict=False: no more)."""
+    plain = Tiers.copy
+
+    def told(self, target, source, begins, ends):
+        if isinstance(self.streams, StrictStreams):
+            self.streams.direction = ends
+        return plain(self, target, source, begins, ends)
+
+    monkeypatch.setattr(Tiers, "copy", told)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1024")  # steps on one thread: the ranks here share the cores
+
+    def use(rank: int, strict: bool = True) -> None:
+        world._local.comm.streams = StrictStreams(rank) if strict else Streams()
+
+    return use
