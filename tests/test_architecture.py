@@ -30,9 +30,9 @@ LAYERS = (
     ("runtime",),
     ("hooks", "optim"),
     ("whole", "birth", "weights", "report", "io"),
-    ("api", "activations"),
+    ("api", "activations", "checkpoint"),
     ("__init__",),
-    ("checkpoint", "models", "data", "launch", "testing"),
+    ("models", "data", "launch", "testing"),
     ("plan", "integrations", "export"),
     ("cli", "bench", "__main__"),
 )

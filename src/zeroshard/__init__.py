@@ -20,8 +20,15 @@ from .api import (
     shard,
 )
 from .birth import init
+from .checkpoint import Loaded, Save, load, save
 from .config import Config, Offload
 from .errors import (
+    BaseModelMismatch,
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointNotFound,
+    CheckpointWriteError,
     CollectiveMismatch,
     ConfigError,
     ModelChanged,
@@ -43,9 +50,12 @@ from .weights import save_safetensors
 from .whole import gathered
 
 __all__ = [
-    "ActivationReport", "CollectiveMismatch", "Config", "ConfigError", "Lion", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError",
-    "Offload", "OffloadIOError",     "PeerFailed", "Report", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord", "SwapError", "ZeroshardError",
-    "accumulate", "activation_report", "backward", "checkpoint_activations", "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
-    "init", "io", "report", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
+    "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
+    "CheckpointNotFound", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Lion",
+    "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError",
+    "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord",
+    "SwapError", "ZeroshardError", "accumulate", "activation_report", "backward", "checkpoint_activations",
+    "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
+    "init", "io", "load", "report", "save", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
 ]  # fmt: skip
 __version__ = "0.1.0"

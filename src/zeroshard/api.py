@@ -175,6 +175,8 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     except ZeroshardError:
         runtime.tiers.close()
         raise
+    if runtime.saver is not None:
+        runtime.saver.close()
     for unit in runtime.units:
         unit.swap_out()
         whole = [(group, _whole_values(group, runtime)) for group in unit.groups] if restore else []

@@ -94,6 +94,49 @@ class OffloadIOError(ZeroshardError):
         return OffloadIOError, (self.file, self.offset, self.errno, self.what)
 
 
+class CheckpointError(ZeroshardError):
+    """Saving or loading a checkpoint failed, on every rank; the message names the thing and the remedy."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no complete checkpoint where one was asked for."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes. Training state and earlier ones stand."""
+
+    def __init__(self, path: str, errno: int, needed: int, free: int, what: str = "") -> None:
+        self.path, self.errno, self.needed, self.free, self.what = str(path), errno, needed, free, what
+        name = errorcode.get(errno, str(errno))
+        super().__init__(
+            f"{what or 'saving a checkpoint'}: {self.path}: {name} ({os.strerror(errno)}); {needed:,} bytes are needed, {free:,} "
+            f"are free; {_IO_REMEDIES.get(errno, 'check that the folder still exists and may be written')}. Nothing was "
+            "changed: earlier checkpoints and the training state are as they were"
+        )
+
+    def __reduce__(self) -> tuple:
+        return CheckpointWriteError, (self.path, self.errno, self.needed, self.free, self.what)
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A file is not what was written: `file`, `offset` (bytes), `expected` and `actual` (checksum, or what was found)."""
+
+    def __init__(self, file: str, offset: int, expected: str, actual: str, hint: str = "") -> None:
+        self.file, self.offset, self.expected, self.actual, self.hint = str(file), offset, expected, actual, hint
+        super().__init__(f"{self.file} is damaged at byte {offset}: expected {expected}, found {actual}. {hint}".rstrip())
+
+    def __reduce__(self) -> tuple:
+        return CheckpointCorrupt, (self.file, self.offset, self.expected, self.actual, self.hint)
+
+
+class CheckpointMismatch(CheckpointError, ValueError):
+    """A checkpoint is of another model or optimizer. All differences are listed; nothing was changed."""
+
+
+class BaseModelMismatch(CheckpointError, ValueError):
+    """A checkpoint of trained parameters alone belongs to another base model. Nothing was changed."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean 'x'?' for the known word nearest to `word`, or ''."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)

@@ -21,7 +21,7 @@ from torch.autograd import Variable
 
 from .comm.base import Comm
 from .config import Config
-from .errors import ModelChanged, ModelClosed, ShardedAccessError, ZeroshardError
+from .errors import CheckpointError, ModelChanged, ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .memory.tiers import Tiers
@@ -67,6 +67,8 @@ class Runtime:
         for group in self.groups:
             group.runtime = self
         self.optimizer: Any = None
+        self.saver: Any = None  # of checkpoints
+        self.unusable = ""  # why, where a load ended half-way
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.sync = True  # False inside zs.accumulate
         self.accumulated = False  # there was a zs.accumulate since the last reduced backward
@@ -105,6 +107,8 @@ class Runtime:
         """Before the model's own forward: state left by a failed backward goes, inputs are cast."""
         if self.closed:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
+        if self.unusable:
+            raise CheckpointError(self.unusable)
         self.tiers.check()
         if self._active and not _in_backward():
             self._abandon()

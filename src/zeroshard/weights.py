@@ -57,11 +57,19 @@ class StoredTensor:
         with open(self.path, "rb", buffering=0) as file:
             for begin in range(0, out.numel(), step):
                 part = out[begin : begin + step]
-                raw = bytearray(part.numel() * self.dtype.itemsize)
-                got = os.preadv(file.fileno(), [raw], self.offset + (start + begin) * self.dtype.itemsize)
-                if got != len(raw):
-                    raise OSError(f"{self.path}: expected {len(raw)} bytes at {self.offset}, got {got}: truncated file")
-                part.copy_(torch.frombuffer(raw, dtype=self.dtype))
+                direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+                values = part if direct else torch.empty(part.numel(), dtype=self.dtype)
+                self._fill(file, start + begin, bytes_of(values))
+                if not direct:
+                    part.copy_(values)
+
+    def _fill(self, file: Any, start: int, raw: memoryview) -> None:
+        at = self.offset + start * self.dtype.itemsize
+        while raw:
+            got = os.preadv(file.fileno(), [raw], at)
+            if got == 0:
+                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
+            raw, at = raw[got:], at + got
 
     def write(self, start: int, source: Tensor) -> None:
         """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""

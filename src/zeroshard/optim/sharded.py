@@ -27,10 +27,12 @@ from ..errors import ConfigError, ModelClosed, NonFiniteError
 from ..memory.ledger import OPTIMIZER
 from ..memory.tiers import Rest
 from ..runtime import Runtime
+from ..sharded import ShardedTensor
 from ..unit import ParamGroup
 from .delayed import DelayedStep
 from .kernels import matches
 from .record import StepRecord
+from .restoring import SavedState, TensorReader, restore
 from .runs import Run, RunMaker, state_nbytes
 from .schedulers import respect_skipped_steps
 from .states import StateHome
@@ -260,6 +262,17 @@ class OptimizerCore:
         if self.delayed is not None:
             self.delayed.wait()
 
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
+        if self.delayed is not None and self.delayed.unpublished:
+            self.comm.fence_write()
+            self.runtime.settle()
+            self.publish(self._publish_delayed())
+        self.wait()
+        for group in self.runtime.groups:
+            self.refresh_masters(group)
+
     def begin_write(self) -> None:
         """Values, masters or states are about to be written other than by a step: what was read ahead is outdated."""
         self.wait()
@@ -363,20 +376,20 @@ class OptimizerCore:
             return value[start - run.start : start - run.start + slot.numel].view(slot.shape)
         return home.wrap(value[start - run.start : start - run.start + home.piece.numel], value.dtype)
 
-    @torch.no_grad()
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
-        """Take states by parameter id, tensors whole or sharded alike. Each parameter becomes a run of its own."""
-        self.begin_write()
+        """Take states by parameter id, tensors whole or sharded alike."""
         counters = self._counters(states)
-        for run in self._all_runs():
-            run.states.clear()
-        for number, runs in enumerate(self.runs):
-            self.runs[number] = [part for run in runs for part in self.maker.split(run)]
+        saved: dict[int, SavedState] = {}
+        for group in self.runtime.groups:
+            for index, param in enumerate(group.params):
+                entries = states.get(id(param))
+                if entries:
+                    saved[id(param)] = self._saved(group, index, entries, counters)
+        restore(self, saved)
+
+    def states_changed(self) -> None:
+        """Runs were made anew."""
         self._show_runs()
-        for run in self._all_runs():
-            state = states.get(id(run.group.params[run.indices[0]]))
-            if state:
-                run.states.save({key: self._take(run, value, key in counters) for key, value in state.items()})
         self._enter_states()
 
     def _counters(self, states: dict[int, dict[str, Any]]) -> set[str]:
@@ -389,22 +402,17 @@ class OptimizerCore:
             if isinstance(value, Tensor) and value.dim() == 0 and shapes.get(param)
         }
 
-    def _take(self, run: Run, value: Any, counter: bool) -> Any:
-        index = run.indices[0]
-        shape = run.group.specs[index].shape
-        if counter or not isinstance(value, Tensor) or tuple(value.shape) != shape:
-            return value.clone() if isinstance(value, Tensor) else value
-        home = run.group.homes[index]
-        stepped = run.group.master if run.group.master is not None else run.group.values
-        dtype = stepped.dtype if value.is_floating_point() else value.dtype
-        taken = torch.zeros(run.numel, dtype=dtype, device=self.comm.device)
-        if self.replicated:
-            taken[: value.numel()].copy_(value.reshape(-1))
-        else:
-            local = getattr(value, "_local", None)
-            local = value.reshape(-1)[home.start : home.stop] if local is None else local
-            taken[: local.numel()].copy_(local)
-        return taken
+    def _saved(self, group: ParamGroup, index: int, entries: dict[str, Any], counters: set[str]) -> SavedState:
+        """One parameter's entries, told apart."""
+        saved, shape = SavedState(), group.specs[index].shape
+        for key, value in entries.items():
+            if key in counters or not isinstance(value, Tensor) or tuple(value.shape) != shape:
+                saved.scalars[key] = value
+            elif isinstance(value, ShardedTensor):
+                saved.tensors[key] = TensorReader(value._local, group.homes[index].start)
+            else:
+                saved.tensors[key] = TensorReader(value)
+        return saved
 
     def close(self) -> None:
         """Drop states."""

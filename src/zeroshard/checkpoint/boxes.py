@@ -1,0 +1,79 @@
+"""Flat ranges as boxes: what torch.distributed.checkpoint calls chunks.
+
+A rank holds elements [start, stop) of a flattened tensor. Cut where rows begin, that is at most 2 * dims - 1 boxes, each
+contiguous in the flattened tensor, in the same order:
+
+    (4, 5), [3, 17)     . . . x x      first row, its tail       offsets (0, 3), sizes (1, 2)
+                        x x x x x      whole rows                offsets (1, 0), sizes (2, 5)
+                        x x x x x
+                        x x . . .      last row, its head        offsets (3, 0), sizes (1, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements [o, o + s) in each dimension of a tensor, o in offsets, s in sizes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def moved(self, dim: int, distance: int) -> Box:
+        """The same box in a tensor of which this one is a part that begins at `distance` in dimension `dim`."""
+        offsets = tuple(o + distance * (d == dim) for d, o in enumerate(self.offsets))
+        return Box(offsets, self.sizes)
+
+    def rows(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch."""
+        inner, dims = 1, len(shape)
+        while dims and (inner == 0 or self.sizes[dims - 1] == shape[dims - 1]):
+            dims -= 1
+            inner *= shape[dims]
+        if dims:
+            dims -= 1
+            inner *= self.sizes[dims]
+        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
+        for number in range(math.prod(self.sizes[:dims])):
+            at, rest = base, number
+            for dim in reversed(range(dims)):
+                rest, position = divmod(rest, self.sizes[dim])
+                at += position * strides[dim]
+            yield at, number * inner, inner
+
+
+def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a flattened tensor as contiguous boxes, in order. An empty range has none."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if head and first == last:
+        return _within(shape, first, head, tail)
+    boxes = []
+    if head:
+        boxes += _within(shape, first, head, inner)
+        first += 1
+    if first < last:
+        rest = tuple(shape[1:])
+        boxes.append(Box((first, *(0 for _ in rest)), (last - first, *rest)))
+    if tail:
+        boxes += _within(shape, last, 0, tail)
+    return boxes
+
+
+def _within(shape: Sequence[int], row: int, start: int, stop: int) -> list[Box]:
+    """Of one row."""
+    return [Box((row, *box.offsets), (1, *box.sizes)) for box in boxes_of(shape[1:], start, stop)]

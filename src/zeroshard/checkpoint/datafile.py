@@ -1,0 +1,271 @@
+"""One rank's data file: laid out once, filled from wherever tensors rest, written in bulk.
+
+    contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
+
+The caller fills, a thread digests and writes (direct I/O, memory/files.py). With few buffers that is a save which overlaps
+copying and writing; with enough buffers for everything that is in memory, `fill` is a snapshot: it returns when all has been
+copied, and training may go on. What rests on disk is filled first, so it never takes more than the few.
+
+Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left).
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..config import Tier
+from ..errors import OffloadIOError
+from ..memory.aligned import bytes_of
+from ..memory.files import Engine, open_file
+from .boxes import Box
+from .contents import Contents, Place
+from .dcp import ALIGN, frame
+
+BUFFER_NBYTES = 16 << 20
+ROTATING = 4  # buffers of a save that is waited for
+DIGEST_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Bytes [offset, offset + nbytes) of the file; the tensor's begin at `data`. place: number, first: of its elements."""
+
+    offset: int
+    nbytes: int
+    data: int
+    place: int
+    first: int
+    box: Box
+    prefix: bytes
+    suffix: bytes
+
+
+@dataclass
+class FileLayout:
+    """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them."""
+
+    places: list[Place]
+    order: list[int]
+    blobs: list[Blob]
+    nbytes: int = 0
+    objects: list[tuple[str, int, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, contents: Contents) -> FileLayout:
+        """A layout without objects: the same as long as the places are."""
+        on_disk = [source.tier is Tier.DISK for source in contents.sources]
+        order = sorted(range(len(contents.places)), key=lambda number: not on_disk[number])
+        blobs, end = [], 0
+        for number in order:
+            place = contents.places[number]
+            for box, first in place.boxes():
+                prefix, suffix = frame(place.dtype, box.sizes)
+                data = end + len(prefix)
+                nbytes = len(prefix) + box.numel * place.dtype.itemsize + len(suffix)
+                blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
+                end = -(-(end + nbytes) // ALIGN) * ALIGN
+        return cls(contents.places, order, blobs, end)
+
+    def with_objects(self, objects: dict[str, Any]) -> FileLayout:
+        """The same tensors, and plain values behind them."""
+        end, entries = self.nbytes, []
+        for name, value in objects.items():
+            out = io.BytesIO()
+            torch.save(value, out)
+            entries.append((name, end, out.getvalue()))
+            end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
+        return FileLayout(self.places, self.order, self.blobs, end, entries)
+
+    def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
+        """(offset, bytes, or the blob whose data begins there), in order, without gaps in what has to be written."""
+        for blob in self.blobs:
+            yield blob.offset, blob.prefix
+            if blob.box.numel:
+                yield blob.data, blob
+            yield blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
+        for _, offset, value in self.objects:
+            yield offset, value
+        yield self.nbytes, b""
+
+
+def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
+    """Bytes of what does not rest on disk: what a snapshot copies."""
+    return sum(
+        blob.box.numel * layout.places[blob.place].dtype.itemsize
+        for blob in layout.blobs
+        if contents.sources[blob.place].tier is not Tier.DISK
+    )
+
+
+class Ring:
+    """Buffers that go round between a filler and a writer; they are kept for the next file."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self.make, self.count = make, 0
+        self._free: queue.SimpleQueue = queue.SimpleQueue()
+
+    def grow(self, count: int) -> None:
+        """Have at least so many buffers."""
+        for _ in range(self.count, count):
+            self._free.put(self.make(BUFFER_NBYTES))
+        self.count = max(self.count, count)
+
+    def take(self, failed: Callable[[], bool]) -> Tensor | None:
+        """A free buffer, waiting for one; None if the writer has failed meanwhile."""
+        while True:
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                if failed():
+                    return None
+
+    def give(self, buffer: Tensor) -> None:
+        """Back from the writer."""
+        self._free.put(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * BUFFER_NBYTES
+
+
+class FileWriter:
+    """Writes one file. `fill` in the caller's thread, then `finish` in whichever."""
+
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring) -> None:
+        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...)."""
+        self.layout, self.engine, self.ring = layout, engine, ring
+        self.file = open_file(path, layout.nbytes, create=True, reserve=True)
+        self.digests: list[str] = []
+        self.error: OffloadIOError | None = None
+        self.fill_seconds = 0.0
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
+        self._thread.start()
+
+    @torch.no_grad()
+    def fill(self, contents: Contents) -> None:
+        """Copy everything into buffers on its way to the file. Returns at once where the writer has failed."""
+        begin = time.monotonic()
+        filling = _Filling(self)
+        for offset, segment in self.layout.segments():
+            if not filling.put(offset, segment, contents):
+                break
+        filling.emit()
+        self._queue.put(None)
+        self.fill_seconds = time.monotonic() - begin
+
+    def finish(self) -> None:
+        """Return when the file is on the disk for good. Raises OffloadIOError."""
+        self._thread.join()
+        try:
+            if self.error is None:
+                self.file.sync()
+        except OffloadIOError as error:
+            self.error = error
+        self.file.close()
+        if self.error is not None:
+            raise self.error
+
+    def abandon(self) -> None:
+        """Write no more."""
+        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
+        self._queue.put(None)
+        self._thread.join()
+        self.file.close()
+
+    def _serve(self) -> None:
+        under_way: deque = deque()
+        while True:
+            task = self._queue.get()
+            if task is None:
+                break
+            buffer, offset, nbytes = task
+            memory = bytes_of(buffer)[:nbytes]
+            handle = self.engine.write(self.file, offset, buffer[:nbytes])
+            for begin in range(0, nbytes, DIGEST_NBYTES):
+                self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
+            under_way.append((handle, buffer))
+            while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0].done()):
+                self._retire(under_way)
+        while under_way:
+            self._retire(under_way)
+
+    def _retire(self, under_way: deque) -> None:
+        handle, buffer = under_way.popleft()
+        try:
+            handle.wait()
+        except OffloadIOError as error:
+            self.error = self.error or error
+        self.ring.give(buffer)
+
+
+class _Filling:
+    """The state of one `fill`: a buffer, and which bytes of the file it covers."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self.writer, self.base, self.end = writer, 0, 0  # [base, end) of the file is in the buffer
+        self.buffer: Tensor | None = None
+        self.memory = memoryview(b"")
+        self.pending: list = []
+
+    def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
+        """Append a segment (zeros fill the gap before it); False if there is no point in going on."""
+        if isinstance(segment, bytes):
+            return self._put_bytes(bytes(offset - self.end) + segment)
+        place = contents.places[segment.place]
+        source, begin = contents.sources[segment.place], contents.begins[segment.place] + segment.first
+        size, done = place.dtype.itemsize, 0
+        while done < segment.box.numel:
+            if not self._room():
+                return False
+            at = self.end - self.base
+            count = min((BUFFER_NBYTES - at) // size, segment.box.numel - done)
+            target = self.buffer[at : at + count * size].view(place.dtype)
+            self.pending.append(source.read(begin + done, target))
+            done += count
+            self.end += count * size
+        return True
+
+    def _put_bytes(self, value: bytes) -> bool:
+        while value:
+            if not self._room():
+                return False
+            at = self.end - self.base
+            part = value[: BUFFER_NBYTES - at]
+            self.memory[at : at + len(part)] = part
+            self.end += len(part)
+            value = value[len(part) :]
+        return True
+
+    def _room(self) -> bool:
+        """See that there is a buffer with space."""
+        if self.buffer is not None and self.end - self.base < BUFFER_NBYTES:
+            return True
+        self.emit()
+        self.buffer = self.writer.ring.take(lambda: self.writer.error is not None)
+        if self.buffer is None or self.writer.error is not None:
+            return False
+        self.memory, self.base = bytes_of(self.buffer), self.end
+        return True
+
+    def emit(self) -> None:
+        """Hand the buffer to the writer."""
+        for pending in self.pending:
+            pending.wait()
+        self.pending = []
+        if self.buffer is not None:
+            self.writer._queue.put((self.buffer, self.base, self.end - self.base))
+        self.buffer = None

@@ -1,0 +1,187 @@
+"""The file format of torch.distributed.checkpoint (DCP): what its tools need in order to read ours.
+
+A data file is a sequence of *blobs*; each is what torch.save writes for one tensor (or object), that is a zip archive
+without compression:
+
+    | headers, data.pkl | the tensor's bytes | directory |
+      prefix              data, 64-aligned     suffix
+
+`frame` makes prefix and suffix, so that the bytes between can be written from anywhere, in bulk. `.metadata` is a pickled
+`Metadata`: for each name the chunks, and for each chunk its file, offset and length.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from .boxes import Box
+
+ALIGN = 64  # of the data of a blob, if the blob begins at such a multiple; as torch.save does
+MAX_BLOB_NBYTES = 1 << 30  # below what needs the 64-bit form of zip
+
+_STORAGES = {
+    torch.float64: torch.DoubleStorage, torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage, torch.int64: torch.LongStorage, torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage, torch.int8: torch.CharStorage, torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage, torch.complex64: torch.ComplexFloatStorage, torch.complex128: torch.ComplexDoubleStorage,
+}  # fmt: skip
+
+
+def storable(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype have a place in a data file."""
+    return dtype in _STORAGES
+
+
+class _Described:
+    """Pickles as a contiguous tensor over storage '0'."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __reduce__(self) -> tuple:
+        stride, strides = 1, []
+        for size in reversed(self.shape):
+            strides.append(stride)
+            stride *= max(size, 1)
+        storage = _StorageOf(self.dtype, torch.Size(self.shape).numel())
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict())
+
+
+class _StorageOf:
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        self.dtype, self.numel = dtype, numel
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _StorageOf):
+            return ("storage", _STORAGES[value.dtype], "0", "cpu", value.numel)
+        return None
+
+
+class _Zip:
+    """Entries without compression, one after another. Checksums are left 0: torch does not look at them."""
+
+    def __init__(self) -> None:
+        self.local, self.directory, self.count, self.skipped = b"", b"", 0, 0
+
+    def add(self, name: str, content: bytes | None, nbytes: int) -> None:
+        """content None: `nbytes` bytes that come from elsewhere follow."""
+        encoded, at = f"archive/{name}".encode(), len(self.local) + self.skipped
+        extra = b""
+        if content is None:
+            padding = -(at + 30 + len(encoded) + 4) % ALIGN
+            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
+        sizes = struct.pack("<IIIHH", 0, nbytes, nbytes, len(encoded), len(extra))
+        head = struct.pack("<HHHHH", 20, 0, 0, 0, 0x21)  # version, flags, stored, time, date (1980-01-01)
+        self.local += b"PK\3\4" + head + sizes + encoded + extra + (content or b"")
+        self.directory += b"PK\1\2" + struct.pack("<H", 20) + head + sizes[:-2] + struct.pack("<HHHHII", 0, 0, 0, 0, 0, at)
+        self.directory += encoded
+        self.count += 1
+
+    def end(self) -> bytes:
+        """The directory and the record that closes the archive."""
+        at = len(self.local) + self.skipped
+        closing = struct.pack("<HHHHIIH", 0, 0, self.count, self.count, len(self.directory), at, 0)
+        return self.directory + b"PK\5\6" + closing
+
+
+def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
+    """(prefix, suffix) such that prefix + the bytes of a contiguous tensor + suffix is a file of torch.save.
+
+    The length of the prefix is a multiple of ALIGN.
+    """
+    described = io.BytesIO()
+    _Pickler(described, protocol=2).dump(_Described(dtype, shape))
+    archive, nbytes = _Zip(), torch.Size(shape).numel() * dtype.itemsize
+    archive.add("data.pkl", described.getvalue(), len(described.getvalue()))
+    archive.add("byteorder", b"little", 6)
+    archive.add("version", b"3\n", 2)
+    archive.add("data/0", None, nbytes)
+    prefix, archive.skipped = archive.local, nbytes
+    return prefix, archive.end()
+
+
+def data_offset(path: Path, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """Where in a file the bytes of the tensor lie whose torch.save form is the blob at [offset, offset + nbytes).
+
+    Raises OSError if that is not a blob of a tensor of this size.
+    """
+    import zipfile
+
+    with open(path, "rb") as file:
+        blob = _Window(file, offset, nbytes)
+        try:
+            with zipfile.ZipFile(blob) as archive:
+                entries = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+        except zipfile.BadZipFile as error:
+            raise OSError(f"{path}: expected a tensor at byte {offset}, found none ({error})") from None
+        wanted = torch.Size(shape).numel() * dtype.itemsize
+        if len(entries) != 1 or entries[0].file_size < wanted or entries[0].compress_type:
+            raise OSError(f"{path}: expected a tensor of {wanted} bytes at byte {offset}, found {len(entries)} storages")
+        blob.seek(entries[0].header_offset + 26)
+        name_nbytes, extra_nbytes = struct.unpack("<HH", blob.read(4))
+    return offset + entries[0].header_offset + 30 + name_nbytes + extra_nbytes
+
+
+class _Window(io.RawIOBase):
+    """Bytes [offset, offset + nbytes) of a file as a file."""
+
+    def __init__(self, file: Any, offset: int, nbytes: int) -> None:
+        self.file, self.offset, self.nbytes, self.at = file, offset, nbytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = offset + (0, self.at, self.nbytes)[whence]
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self.nbytes - self.at), 0)
+        self.file.seek(self.offset + self.at)
+        got = self.file.readinto(memoryview(buffer)[:count])
+        self.at += got
+        return got
+
+
+def write_metadata(
+    path: Path,
+    tensors: Iterable[tuple[str, tuple[str, ...], torch.dtype, tuple[int, ...], list[tuple[Box, str, int, int]]]],
+    objects: Iterable[tuple[str, tuple[str, ...], str, int, int]],
+) -> None:
+    """Write DCP's `.metadata`.
+
+    tensors: (name, path in the nested state dict, dtype, shape, [(box, file, offset and length of its blob)]).
+    objects: (name, path, file, offset, length).
+    """
+    described: dict[str, Any] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    for name, keys, dtype, shape, boxes in tensors:
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b, *_ in boxes]
+        described[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+        paths[name] = keys
+        for number, (box, file, offset, nbytes) in enumerate(boxes):
+            stored[dcp.MetadataIndex(name, box.offsets, number)] = _StorageInfo(file, offset, nbytes)
+    for name, keys, file, offset, nbytes in objects:
+        described[name], paths[name] = dcp.BytesStorageMetadata(), keys
+        stored[dcp.MetadataIndex(name)] = _StorageInfo(file, offset, nbytes)
+    with open(path, "wb") as out:
+        pickle.dump(dcp.Metadata(described, paths, stored, dcp.StorageMeta()), out)

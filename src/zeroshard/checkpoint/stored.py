@@ -1,0 +1,89 @@
+"""Tensors of a checkpoint as `weights` knows them: readable in any flat range, wherever the boxes lie."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..tiles import Part
+from ..weights import StoredTensor
+from .boxes import Box
+from .manifest import Manifest
+
+
+@dataclass(frozen=True)
+class StoredBoxes:
+    """A tensor in boxes. stretches: (first element in the flattened tensor, in the box, count, box), in order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stretches: list[tuple[int, int, int, StoredTensor]]
+    starts: list[int] = field(repr=False)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, StoredTensor]]) -> StoredBoxes:
+        """From where each box is stored."""
+        stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
+        stretches.sort(key=lambda stretch: stretch[0])
+        return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+        done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
+        while done < out.numel():
+            if number == len(self.stretches):
+                raise OSError(f"elements from {start + done} on are missing")
+            at, within, count, stored = self.stretches[number]
+            skip = start + done - at
+            part = min(count - skip, out.numel() - done)
+            if skip < 0 or part <= 0:
+                raise OSError(f"elements from {start + done} on are missing")
+            stored.read(within + skip, out[done : done + part])
+            done, number = done + part, number + 1
+
+    def cut(self, part: Part | None) -> StoredBoxes | StoredPart:
+        """A part of it as a tensor of its own."""
+        return self if part is None else StoredPart(self, part)
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Rows, or columns of a matrix, of a stored tensor."""
+
+    whole: StoredBoxes
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        extent = self.part.stop - self.part.start
+        return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
+
+    def read(self, start: int, out: Tensor) -> None:
+        """As of a whole tensor of this shape."""
+        box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
+        for at, within, count in box.rows(self.whole.shape):
+            first, last = max(within, start), min(within + count, start + out.numel())
+            if first < last:
+                self.whole.read(at + first - within, out[first - start : last - start])
+
+
+def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
+    """Every tensor of a checkpoint of ours, by its name there."""
+    paths = [folder / file.name for file in manifest.files]
+    found = {}
+    for name, entry in manifest.tensors.items():
+        boxes = []
+        for stored in entry.boxes:
+            nbytes = stored.box.numel * entry.dtype.itemsize
+            boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
+        found[name] = StoredBoxes.of(entry.dtype, entry.shape, boxes)
+    return found

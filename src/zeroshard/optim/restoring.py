@@ -1,0 +1,139 @@
+"""Optimizer states from elsewhere (a state dict, a checkpoint) into runs.
+
+Parameters whose counters are equal become one run again: what was split because a parameter missed a step, or came from
+another partition, is stepped by as few kernels as its state allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..memory.tiers import Rest
+from ..runtime import Runtime
+from ..unit import ParamGroup
+from .runs import Run, RunMaker
+from .states import ColumnStates
+
+_CHUNK_NUMEL = 4 << 20  # elements of an offloaded state that are read at a time
+
+
+class Reader(Protocol):
+    """A flattened tensor of the shape of a parameter, readable in parts."""
+
+    dtype: torch.dtype
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n), converted to its dtype."""
+
+
+class Core(Protocol):
+    """What is asked of an optimizer's core (optim/sharded.py)."""
+
+    runtime: Runtime
+    comm: Comm
+    replicated: bool
+    runs: list[list[Run]]
+    maker: RunMaker
+    group_of: dict[int, int]
+
+    def begin_write(self) -> None:
+        """States are about to be written."""
+
+    def states_changed(self) -> None:
+        """They have been, and runs are new."""
+
+
+@dataclass
+class SavedState:
+    """The optimizer state of one parameter. tensors: one value an element; scalars: all else."""
+
+    tensors: dict[str, Reader] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        scalars = tuple((key, _hashable(value)) for key, value in sorted(self.scalars.items()))
+        return tuple(sorted((key, reader.dtype) for key, reader in self.tensors.items())), scalars
+
+
+class TensorReader:
+    """A whole tensor, or the slice of one from element `first` on."""
+
+    def __init__(self, values: Tensor, first: int = 0) -> None:
+        self.values, self.first, self.dtype = values.detach().reshape(-1), first, values.dtype
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(self.values[start - self.first : start - self.first + out.numel()])
+
+
+def _hashable(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+@torch.no_grad()
+def restore(core: Core, states: dict[int, SavedState]) -> None:
+    """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
+    core.begin_write()
+    for run in (run for runs in core.runs for run in runs):
+        run.states.clear()
+    core.runs = [[] for _ in core.runs]
+    empty = SavedState()
+    for group in core.runtime.groups:
+        if not group.trainable:
+            continue
+        numbers = [core.group_of.get(id(param)) for param in group.params]
+        given = [states.get(id(param), empty) for param in group.params]
+        keys: list[object] = [
+            None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)
+        ]
+        for (number, _), run in core.maker.runs(group, keys):  # type: ignore[misc]
+            core.runs[number].append(run)
+            _fill(core, run, [given[index] for index in run.indices])
+    core.states_changed()
+
+
+def _fill(core: Core, run: Run, given: list[SavedState]) -> None:
+    first = given[0]
+    if not first.tensors and not first.scalars:
+        return
+    dtypes = {key: _dtype(run.group, reader.dtype) for key, reader in first.tensors.items()}
+    entries: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in first.scalars.items()}
+    columns: dict[str, Rest] = {}
+    if isinstance(run.states, ColumnStates):
+        columns = {key: run.states.column(key, dtype) for key, dtype in dtypes.items()}
+        run.states.names, run.states.scalars = list(columns), entries
+    else:
+        for key, dtype in dtypes.items():
+            entries[key] = torch.zeros(run.numel, dtype=dtype, device=core.comm.device)
+    for index, state in zip(run.indices, given, strict=True):
+        home = run.group.homes[index]
+        start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
+        for key, reader in state.tensors.items():
+            if columns:
+                _copy_to_rest(reader, start, stop, columns[key], home.begin)
+            else:
+                at = core.maker.slot_range(run.group, index)[0] - run.start
+                reader.read(start, entries[key][at : at + stop - start])
+    if not isinstance(run.states, ColumnStates):
+        run.states.save(entries)
+
+
+def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
+    for first in range(start, stop, _CHUNK_NUMEL):
+        values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype)
+        reader.read(first, values)
+        rest.store(begin + first - start, values)
+
+
+def _dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
+    """Floating-point states have the dtype of what is stepped."""
+    stepped = group.master if group.master is not None else group.values
+    return stepped.dtype if given.is_floating_point else given
