@@ -18,7 +18,7 @@ TESTS = sorted(Path(__file__).parent.glob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
-    ("errors", "compat"),
+    ("errors", "compat", "version"),
     ("config", "layout", "schedule", "precision", "optim.record"),  # pure
     ("memory.ledger",),
     ("comm",),  # the interface and its backends
@@ -29,7 +29,7 @@ LAYERS = (
     ("partition", "build"),
     ("runtime",),
     ("hooks", "optim"),
-    ("whole", "birth", "weights", "report", "io"),
+    ("whole", "birth", "weights", "report", "io", "sampler"),
     ("api", "activations", "checkpoint"),
     ("__init__",),
     ("models", "data", "launch", "testing"),

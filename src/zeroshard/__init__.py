@@ -46,16 +46,18 @@ from .errors import (
 from .optim.lion import Lion
 from .optim.record import StepRecord
 from .report import Report, report
+from .sampler import ShardedSampler
+from .version import __version__
 from .weights import save_safetensors
 from .whole import gathered
 
 __all__ = [
+    "__version__",
     "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
     "CheckpointNotFound", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Lion",
     "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError",
-    "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedWriteError", "StallError", "StepRecord",
+    "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord",
     "SwapError", "ZeroshardError", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
     "init", "io", "load", "report", "save", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
 ]  # fmt: skip
-__version__ = "0.1.0"

@@ -33,6 +33,7 @@ from ..errors import CheckpointError, CheckpointWriteError, ConfigError, Offload
 from ..memory.files import Engine
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
+from ..version import __version__
 from . import contents as holding
 from . import folder as places
 from . import manifest as listing
@@ -409,8 +410,6 @@ class _Saving:
         return None
 
     def _facts(self) -> dict[str, Any]:
-        from .. import __version__
-
         config, optimizer = self.runtime.config, self.core.outer if self.core is not None else None
         return {
             "step": self.plan.step,

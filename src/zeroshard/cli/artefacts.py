@@ -1,4 +1,4 @@
-"""The folder of a run: metrics.jsonl, plot.png, report.json, model.safetensors, config.json, sample.txt."""
+"""The folder of a run: metrics.jsonl, checkpoints/, plot.png, report.json, model.safetensors, config.json, sample.txt."""
 
 import json
 import math
@@ -14,6 +14,7 @@ from .arguments import UsageError
 
 matplotlib.use("Agg")
 BITS_PER_NAT = 1 / math.log(2)
+CHECKPOINTS = "checkpoints"
 
 
 class RunFolder:
@@ -22,10 +23,43 @@ class RunFolder:
     path: Path  # of the folder
     records: list[dict[str, Any]]  # what metrics.jsonl holds: one row per step or look at the held-out text
 
-    def __init__(self, out: str | None) -> None:
-        self.records = []
-        self.path = self._create(out)
+    def __init__(self, path: Path, records: list[dict[str, Any]]) -> None:
+        """records: rows that are there already, of a run that is resumed."""
+        self.path, self.records = path, []
         self._metrics = open(self.path / "metrics.jsonl", "w", buffering=1)
+        for row in records:
+            self.record(**row)
+
+    @classmethod
+    def create(cls, out: str | None) -> "RunFolder":
+        """A new run's. Raises UsageError."""
+        return cls(cls._create(out), [])
+
+    @classmethod
+    def reopen(cls, path: Path, step: int) -> "RunFolder":
+        """That of a run which goes on after `step`: rows of later steps, which were not saved, are dropped."""
+        records = []
+        for line in (path / "metrics.jsonl").read_text().splitlines() if (path / "metrics.jsonl").exists() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:  # the run ended in the middle of a line
+                break
+            if row.get("step", 0) <= step:
+                records.append(row)
+        return cls(path, records)
+
+    @staticmethod
+    def with_checkpoints(out: str | None, resume: str) -> Path:
+        """The folder of the run to resume: `resume`, --out, or the newest run that has checkpoints. Raises UsageError."""
+        named = resume or out
+        if named is not None:
+            if not (Path(named) / CHECKPOINTS).is_dir():
+                raise UsageError(f"--resume: expected the folder of a run with checkpoints, got {named}, which has none")
+            return Path(named)
+        runs = [path.parent for path in Path("runs").glob(f"*/{CHECKPOINTS}")]
+        if not runs:
+            raise UsageError("--resume: expected a run with checkpoints in runs/, found none; train with --save-every first")
+        return max(runs, key=lambda path: (path / CHECKPOINTS).stat().st_mtime_ns)
 
     @staticmethod
     def _create(out: str | None) -> Path:
@@ -87,8 +121,10 @@ def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "matp
     for color, (name, bits) in zip(("tab:red", "tab:purple", "tab:brown"), baselines.items(), strict=False):
         left.axhline(bits, ls="--", lw=1, color=color, label=name)
     left.set(xlabel="seconds of training", ylabel="bits per byte", title="Loss")
-    for rank in range(len(steps[0]["memory_nbytes"]) if steps else 0):
-        right.plot(times, [row["memory_nbytes"][rank] / 1e6 for row in steps], lw=1.2, label=f"rank {rank}")
+    for rank in range(max((len(row["memory_nbytes"]) for row in steps), default=0)):  # a resumed run may have other ranks
+        seen = [row for row in steps if rank < len(row["memory_nbytes"])]
+        megabytes = [row["memory_nbytes"][rank] / 1e6 for row in seen]
+        right.plot([row["seconds"] for row in seen], megabytes, lw=1.2, label=f"rank {rank}")
     right.set(xlabel="seconds of training", ylabel="MB", title="Memory of each process")
     right.set_ylim(0, 1.1 * right.get_ylim()[1])
     for axis in (left, right):

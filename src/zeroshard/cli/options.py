@@ -58,6 +58,12 @@ class TrainOptions:
     device: str = _option("auto", "auto: GPUs if there is one per rank", choices=DEVICES)
     threads: int | None = _option(None, "CPU threads per rank (default: cores / ranks)", type=int)
     out: str | None = _option(None, "folder for the results (default: runs/<date>-<time>)")
+    save_every: int = _option(0, "steps between checkpoints (and one at the end); 0: none", type=int)
+    keep_last: int = _option(2, "checkpoints to keep; older ones are removed", type=int)
+    save_in_background: bool = _option(False, "write checkpoints while training goes on (takes host memory)", action="store_true")
+    resume: str | None = _option(
+        None, "go on with the newest checkpoint of --out (without it: of the newest run), or of this folder", nargs="?", const=""
+    )
     offload_optimizer: str = _option("none", "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS)
     offload_gradient: str | None = _option(None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS)
     offload_param: str = _option("none", "where parameters rest; the model is then never whole on a rank", choices=OFFLOADS)
@@ -73,14 +79,15 @@ class TrainOptions:
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "batch", "accumulate", "eval_every", "threads"):
+        for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "batch", "accumulate", "eval_every", "threads", "keep_last"):
             self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
         for name in ("lr", "time_limit"):
             self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive number")
-        for name in ("weight_decay", "max_grad_norm", "sample_bytes", "ngram_rows"):
+        for name in ("weight_decay", "max_grad_norm", "sample_bytes", "ngram_rows", "save_every"):
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
+        self._expect("save_in_background", self.save_every or not self.save_in_background, "none without --save-every")
         self._check_offload()
         try:
             self.model_config()

@@ -25,7 +25,7 @@ from zeroshard.launch import spawn
 
 from . import report_error, summary
 from .arguments import UsageError
-from .artefacts import BITS_PER_NAT, RunFolder
+from .artefacts import BITS_PER_NAT, CHECKPOINTS, RunFolder
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -75,21 +75,25 @@ def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
 
 def run(options: TrainOptions, ranks: Ranks) -> None:
     """Train, evaluate, sample, save and print the summary."""
-    corpus, folder = _prepare(options, ranks)
+    corpus = _prepare(options, ranks)
+    folder, path = _open_folder(options, ranks)
     console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = Trainer(options, ranks, corpus)
+    if options.resume is not None:
+        found = trainer.resume(path / CHECKPOINTS)
+        console.print(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training", highlight=False)
+    folder = RunFolder.reopen(path, trainer.step) if ranks.first and options.resume is not None else folder
     summary.opening(console, options, ranks, corpus, trainer.model)
     forecast = trainer.forecast() if options.offloads else None
     if forecast is not None:
         console.print(f"forecast: {forecast}", highlight=False, soft_wrap=True)
-    before, steps = _train(trainer, folder, console)
+    before, steps = _train(trainer, folder, console, path / CHECKPOINTS)
     report = zs.report(trainer.model)
     activations = zs.activation_report(trainer.model) if options.checkpoints else None
     after = trainer.held_out_loss(overlap=True)
     prompt = options.prompt or ("def " if options.data is None else "\n")
     text = trainer.sample(prompt)
-    path = ranks.of_first(str(folder.path.absolute()) if folder is not None else None)
-    zs.save_safetensors(trainer.model, Path(path) / "model.safetensors")
+    zs.save_safetensors(trainer.model, path / "model.safetensors")
     trainer.close()
     if folder is None:
         return
@@ -106,7 +110,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     summary.closing(console, folder, report, outcome)
 
 
-def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | None]:
+def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
     """What can fail on one rank only: all ranks go on, or all raise the same error."""
     corpus, error = None, None
     try:
@@ -127,35 +131,61 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> tuple[Corpus, RunFolder | N
     except (ValueError, OSError) as found:  # of read_corpus
         error = f"--{found}" if isinstance(found, ValueError) else f"--data: {found}"
     ranks.agree("text of --data", corpus and corpus.digest, error)
+    return corpus
+
+
+def _open_folder(options: TrainOptions, ranks: Ranks) -> tuple[RunFolder | None, Path]:
+    """Rank 0's new folder (None: of a run that is resumed, or on another rank), and its path on all ranks."""
+    folder, path, error = None, None, None
     try:
-        folder = RunFolder(options.out) if ranks.first else None
+        if ranks.first and options.resume is not None:
+            path = RunFolder.with_checkpoints(options.out, options.resume)
+        elif ranks.first:
+            folder = RunFolder.create(options.out)
+            path = folder.path
     except UsageError as found:
         error = str(found)
     ranks.agree("--out", None, error)
-    return corpus, folder
+    return folder, Path(ranks.of_first(str(path.absolute()) if path is not None else None))
 
 
-def _train(trainer: Trainer, folder: RunFolder | None, console: Console) -> tuple[float, list[StepResult]]:
+def _train(
+    trainer: Trainer, folder: RunFolder | None, console: Console, checkpoints: Path
+) -> tuple[float, list[StepResult]]:
     """The run itself; returns bits per byte of the held-out text before it, and all steps."""
-    before, results = trainer.held_out_loss(), []
-    options = trainer.options
+    options, results, saving = trainer.options, [], None
+    before = _held_out_before(trainer, folder)
     tokens_per_step = options.batch * options.seq
     with TrainingProgress(console) as progress:
         progress.note(f"held-out text before training: {before:.3f} bits per byte")
-        if folder is not None:
-            folder.record(step=0, seconds=0.0, held_out_bits_per_byte=before)
         for result in trainer.steps():
             results.append(result)
             rate = result.step * tokens_per_step / result.seconds
             progress.update(result.fraction, result.step, result.loss * BITS_PER_NAT, rate)
             if folder is not None:
                 folder.record(**asdict(result))
+            if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):
+                saving = trainer.save(checkpoints)
             if result.step % options.eval_every == 0 or result.fraction == 1.0:
                 bits = trainer.held_out_loss()
                 progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
+    if saving is not None:
+        saving.wait()
     return before, results
+
+
+def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
+    """Bits per byte before the first step; of a run that is resumed, as it was recorded."""
+    recorded = folder.records[0].get("held_out_bits_per_byte") if folder is not None and folder.records else None
+    known = trainer.ranks.gather(-1.0 if recorded is None else recorded)[0, 0]
+    if known >= 0:
+        return float(known)
+    before = trainer.held_out_loss()
+    if folder is not None:
+        folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
+    return before
 
 
 def median_seconds(steps: list[StepResult]) -> float:

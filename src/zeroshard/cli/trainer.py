@@ -24,12 +24,14 @@ from zeroshard.data import Batches, Corpus, held_out_windows
 from zeroshard.models import GPT
 from zeroshard.plan.forecast import Forecast, forecast
 
+from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
 
 WARMUP_FRACTION = 0.05  # of the run
 DECAY_FRACTION = 0.6  # of the run: the learning rate falls in a straight line to (nearly) zero
 FINAL_LR_FRACTION = 0.02
+SAME_WHEN_RESUMED = ("seed", "batch", "seq")  # options that say which text a step reads
 EVAL_ROWS = 16  # sequences of one forward pass without gradients
 
 
@@ -92,13 +94,15 @@ class Trainer:
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
         self.batches = Batches(corpus.train, options.seq, options.batch, options.seed)
+        self.step, self.seconds = 0, 0.0  # done so far, by rank 0's clock
+        self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.model, self.optimizer = build(options, ranks)
         self.process = psutil.Process()
 
     def steps(self) -> Iterator[StepResult]:
         """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
-        started, step, fraction = time.monotonic(), 0, 0.0
+        started, step, fraction = time.monotonic() - self.seconds, self.step, self._fraction(self.step, self.seconds)
         while fraction < 1.0:
             before, begin = zs.report(self.model), time.monotonic()
             self.optimizer.zero_grad()
@@ -112,9 +116,7 @@ class Trainer:
             self.step_moved = {link: nbytes for link, nbytes in moved.items() if nbytes}
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
-            fraction = step / self.options.steps
-            if self.options.time_limit is not None:
-                fraction = max(fraction, seconds / self.options.time_limit)
+            self.step, self.seconds, fraction = step, seconds, self._fraction(step, seconds)
             record = self.optimizer.last_step
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
@@ -122,6 +124,31 @@ class Trainer:
                 step, mean, float(record.grad_norm), record.skipped, lr, seconds, step_seconds, min(fraction, 1.0),
                 memory_nbytes,
             )  # fmt: skip
+
+    def _fraction(self, step: int, seconds: float) -> float:
+        """Of the run that is done."""
+        fraction = step / self.options.steps
+        return fraction if self.options.time_limit is None else max(fraction, seconds / self.options.time_limit)
+
+    def save(self, folder: Path) -> zs.Save:
+        """A checkpoint of all that the run needs to go on (collective)."""
+        run = {"step": self.step, "seconds": self.seconds, **self.identity}
+        return zs.save(
+            folder, self.model, self.optimizer, extra={"run": run}, step=self.step, keep_last=self.options.keep_last,
+            asynchronous=self.options.save_in_background, overwrite=True,
+        )  # fmt: skip
+
+    def resume(self, folder: Path) -> Path:
+        """Go on with the newest checkpoint of a folder; which (collective). Raises UsageError where the data is another."""
+        found = zs.load(folder, self.model, self.optimizer, extra={"run": None})
+        run = found.extra["run"]
+        other = [f"{name}: was {run[name]}, is {value}" for name, value in self.identity.items() if run[name] != value]
+        if other:
+            raise UsageError(f"--resume: {found.path} is of a run on other data: {'; '.join(other)}")
+        self.step, self.seconds = run["step"], run["seconds"]
+        if self._fraction(self.step, self.seconds) >= 1.0:
+            raise UsageError(f"--resume: the run is complete ({self.step} steps, {self.seconds:.0f} s); give it more --steps")
+        return found.path
 
     def forecast(self) -> Forecast:
         """What a step will take, from a few measurements (collective)."""

@@ -39,6 +39,18 @@ def set_thread_comm(comm: Comm | None) -> None:
     _local.comm = comm
 
 
+def rank_and_size() -> tuple[int, int]:
+    """(rank, world size) of this process or thread, without starting anything."""
+    comm = getattr(_local, "comm", None)
+    if comm is not None:
+        return comm.rank, comm.world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        raise ConfigError("RANK or WORLD_SIZE is set, but no process group was started: torch.distributed.init_process_group().")
+    return 0, 1
+
+
 def current(choice: str | Comm | None, device: torch.device, stall_timeout_s: float) -> Comm:
     """The Comm for this rank.
 

@@ -1,0 +1,117 @@
+"""A sampler whose position survives a restart at another number of ranks.
+
+    order of an epoch     i0 i1 i2 i3 i4 i5 i6 i7 ...         a permutation drawn from (seed, epoch)
+    2 ranks, from 4 on                0  1  0  1              samples go round the ranks
+    3 ranks, from 4 on                0  1  2  0
+
+What has been consumed is a prefix of that order, whoever read it, so one number is the position of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from .comm import world
+from .errors import ConfigError
+
+
+class ShardedSampler(Sampler[int]):
+    """Indices of a data set, shared out over the data-parallel ranks.
+
+        sampler = zs.ShardedSampler(len(dataset), seed=0)
+        loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
+        for epoch in range(sampler.epoch, 3):
+            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers read ahead
+                ...
+                zs.save(path, model, optimizer, extra={"sampler": sampler})
+
+    Args:
+        numel: samples of the data set.
+        seed, shuffle: of the order. Without shuffle it is 0, 1, 2, ...
+        drop_last: leave out the samples that do not go round evenly; else the first ones of the epoch come again, so that
+            all ranks get equally many.
+        rank, world_size: None: those of the process group.
+
+    Attributes:
+        epoch: the current one. samples: of it that all ranks together have consumed.
+    """
+
+    def __init__(
+        self, numel: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False, rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:  # fmt: skip
+        if numel < 1:
+            raise ConfigError(f"zs.ShardedSampler: numel: expected at least one sample, got {numel}.")
+        if (rank is None) != (world_size is None):
+            raise ConfigError("zs.ShardedSampler: give both rank and world_size, or neither.")
+        if rank is None or world_size is None:
+            rank, world_size = world.rank_and_size()
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"zs.ShardedSampler: expected 0 <= rank < world_size, got {rank} of {world_size}.")
+        self.numel, self.seed, self.shuffle, self.drop_last = numel, seed, shuffle, drop_last
+        self.rank, self.world_size = rank, world_size
+        self.epoch = self.samples = 0
+        self._followed = False
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.numel))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(self.numel, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        """Samples that are left of the epoch for this rank."""
+        left = max(self.numel - self.samples, 0)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        order, begin, count = self._order(), self.samples, len(self)
+        for number in range(count):
+            yield order[(begin + number * self.world_size + self.rank) % self.numel]
+            if not self._followed:
+                self.samples = min(begin + (number + 1) * self.world_size, self.numel)
+        if not self._followed:
+            self._end_epoch()
+
+    def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
+        """The batches of a loader that draws from this sampler, counted as they are handed out.
+
+        batch_size: samples of a batch on this rank; None: the loader's.
+        """
+        batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
+        if not batch_size:
+            raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
+        self._followed = True
+        try:
+            for batch in loader:
+                self.samples = min(self.samples + batch_size * self.world_size, self.numel)
+                yield batch
+            self._end_epoch()
+        finally:
+            self._followed = False
+
+    def _end_epoch(self) -> None:
+        self.epoch, self.samples = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, as with torch's DistributedSampler; the current one goes on where it is."""
+        if epoch != self.epoch:
+            self.epoch, self.samples = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on every rank."""
+        return {name: getattr(self, name) for name in ("numel", "seed", "shuffle", "epoch", "samples")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position. Raises ConfigError where it is one of another data set or order."""
+        for name in ("numel", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ConfigError(
+                    f"zs.ShardedSampler: {name}: the saved position is of {state[name]!r}, this sampler has {getattr(self, name)!r}: "
+                    "samples would be lost or repeated."
+                )
+        self.epoch, self.samples = state["epoch"], state["samples"]
