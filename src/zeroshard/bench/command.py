@@ -4,6 +4,7 @@
     zeroshard bench --quick                      zeroshard 2, 3, DDP and FSDP2, below 90 seconds
     zeroshard bench --only zs3,ddp --rounds 10   two contenders, more rounds
     zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
+    zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections host              the micro-benchmarks only
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses disagree or a
@@ -46,6 +47,7 @@ SECTIONS = {
     "host": "micro-benchmarks of the host's work",
     "hostadam": "the host's Adam beside memory copies and peers",
     "disk": "the file engine beside dd and fio",
+    "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
     "gpu": "one GPU: each tier, and the largest models",
 }
 QUICK_SECTIONS = ("cpu", "host", "gpu")
@@ -199,10 +201,18 @@ def _measure(plan: Plan, out: Path, console) -> Results:
         say("micro-benchmarks without communication")
         host = hostwork.measure(repeats=20 if plan.quick else 60)
     measured = programs.measure(plan.sections, plan.workload.swap_path, out / "logs", say)
+    kepts = []
+    if "checkpoints" in plan.sections and plan.workload.swap_path is None:
+        say("checkpoints: no folder on a local disk; name one with --path")
+    elif "checkpoints" in plan.sections:
+        from zeroshard.bench import checkpoints
+
+        kepts = checkpoints.run(plan.workload.swap_path, log_dir=out / "logs-checkpoints", say=say)
     gpu = _measure_gpu(plan, out, say)
     return Results(
-        plan.workload, plan.rounds, outcomes, host, **gpu, tiers=tiers, tiers_rounds=plan.tiers_rounds, programs=measured
-    )
+        plan.workload, plan.rounds, outcomes, host, **gpu, tiers=tiers, tiers_rounds=plan.tiers_rounds, programs=measured,
+        checkpoints=kepts,
+    )  # fmt: skip
 
 
 def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str, object]:

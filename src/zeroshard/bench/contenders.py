@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Callable
 import torch
 from torch import Tensor, nn
 
+from zeroshard.bench import keepers
 from zeroshard.bench.plan import Contender, Workload
 from zeroshard.bench.workload import blocks, build_model, build_optimizer, optimizer_options
 
 if TYPE_CHECKING:
+    from zeroshard.bench.keepers import Keeper
     from zeroshard.bench.overlap import Recorder
 
 Bytes = dict[str, int]
@@ -53,6 +55,7 @@ class Trainer:
         settings: what differs from the library's defaults, for the record.
         moved: bytes so far between tiers, by link.
         quiet: waits until this rank neither reads nor writes files.
+        keeper: how it saves and loads (keepers.py).
         recorder: a context that records copies and computation on CUDA (overlap.py), where there is something to see.
         close: removes files.
     """
@@ -64,6 +67,7 @@ class Trainer:
     quiet: Callable[[], None] = lambda: None
     recorder: Callable[[], Recorder] | None = None
     close: Callable[[], None] = lambda: None
+    keeper: Callable[[], Keeper] | None = None
 
 
 def build(contender: Contender, workload: Workload) -> Trainer:
@@ -135,7 +139,9 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
     if workload.meta:
         _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
     settings = {"pin_memory": on_cuda} if contender.offload else {}
-    return Trainer(_plain_step(model, build_optimizer(model.parameters(), workload)), settings=settings)
+    optimizer = build_optimizer(model.parameters(), workload)
+    keeper = functools.partial(keepers.fsdp2_keeper, model, optimizer)
+    return Trainer(_plain_step(model, optimizer), settings=settings, keeper=keeper)
 
 
 @torch.no_grad()
@@ -165,7 +171,7 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
 
     if contender.offload:
         settings["optimizer, as made"] = type(engine.optimizer.optimizer).__name__
-    return Trainer(step, settings=settings)
+    return Trainer(step, settings=settings, keeper=functools.partial(keepers.deepspeed_keeper, engine))
 
 
 def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, object]:
@@ -224,6 +230,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
         recorder=functools.partial(Recorder, runtime_of(model)) if contender.offload else None,
+        keeper=functools.partial(keepers.zeroshard_keeper, model, optimizer),
         close=runtime_of(model).tiers.close,  # nobody wants the values: the files go without being gathered
     )
 

@@ -82,6 +82,23 @@ class DiskProbe:
         return Burst(begin, end, len(handles) * size)
 
 
+def write_bulk(folder: str, nbytes: int) -> Burst:
+    """Write a new file of so many bytes, with its space taken beforehand, and sync it: the engine alone."""
+    name = Path(folder) / f".zeroshard-bulk-{os.getpid()}-{secrets.token_hex(4)}"
+    source = _noise(REQUEST_NBYTES)
+    begin = time.monotonic()
+    file = open_file(name, nbytes, create=True, reserve=True)
+    os.unlink(name)
+    with Engine() as engine:
+        handles = [engine.write(file, at, source[: min(REQUEST_NBYTES, nbytes - at)]) for at in range(0, nbytes, REQUEST_NBYTES)]
+        for handle in handles:
+            handle.wait()
+    file.sync()
+    end = time.monotonic()
+    file.close()
+    return Burst(begin, end, nbytes)
+
+
 def _noise(nbytes: int) -> Tensor:
     """Bytes that no disk can leave out or compress; a MiB of them, again and again."""
     memory, begin = empty_aligned(nbytes), min(nbytes, 1 << 20)

@@ -3,7 +3,7 @@
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
-with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `disk`: what these programs give; `gpu`
+with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `disk`, `checkpoints`: what these programs give; `gpu`
 (contenders and the largest models, or why there is none); `goals`. What was not measured is null, never a guess.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zeroshard.bench import figures, gpu, sheets
+from zeroshard.bench import checkpoints, figures, gpu, sheets
+from zeroshard.bench.checkpoints import Kepts
 from zeroshard.bench.hostwork import HostWork
 from zeroshard.bench.plan import Rounds, Workload
 from zeroshard.bench.programs import Measured
@@ -45,6 +46,7 @@ class Results:
     tiers: list[Outcome] = field(default_factory=list)
     tiers_rounds: Rounds | None = None
     programs: Measured = field(default_factory=Measured)
+    checkpoints: list[Kepts] = field(default_factory=list)
 
     @property
     def races(self) -> tuple[list[Outcome], ...]:
@@ -56,7 +58,9 @@ class Results:
         """Those of the sections that ran."""
         found = figures.goals(self.outcomes, self.host)
         found = [g for g in found if (self.outcomes if g.section == "race" else self.host)]
-        return found + (figures.tier_goals(self.tiers) if self.tiers else []) + self.programs.goals
+        return found + (figures.tier_goals(self.tiers) if self.tiers else []) + self.programs.goals + [
+            goal for kepts in self.checkpoints for goal in kepts.goals
+        ]
 
     def sheets(self) -> list[Sheet]:
         """All tables, in the order in which the work was done."""
@@ -64,6 +68,7 @@ class Results:
         found += [sheets.tiers_sheet(self.workload, self.tiers)] if self.tiers else []
         found += [sheets.host_sheet(self.host)] if self.host else []
         found += sheets.program_sheets(self.programs)
+        found += [checkpoints.sheet(kepts) for kepts in self.checkpoints]
         if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
             found.append(Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)]))
         elif self.gpu_workload is not None:
@@ -103,6 +108,7 @@ def write_json(results: Results, path: Path) -> None:
         "host_work": _host_entry(results.host),
         "hostadam": results.programs.hostadam or results.programs.skipped.get("hostadam"),
         "disk": results.programs.disk or results.programs.skipped.get("disk"),
+        "checkpoints": {kepts.size: dataclasses.asdict(kepts) for kepts in results.checkpoints},
         "gpu": results.gpu_skipped or _gpu_entry(results),
         "goals": [dataclasses.asdict(g) | {"verdict": g.verdict} for g in results.goals],
     }

@@ -6,6 +6,7 @@ Messages from the controller and their answers (an exception is answered by `Fai
     ("memory", first_step, steps)         -> Memory   untimed steps, with the high-water mark started anew
     ("overlap", first_step, steps)        -> Overlap  untimed steps with an event around each copy (CUDA)
     ("disk", phase)                       -> Burst    reads, writes, or both, as fast as they go
+    ("save" | "load" | ..., path)         -> checkpoints, see checkpoints.py
     ("quit",)                             -> (none)
     at the start                          -> Ready
 
@@ -29,6 +30,7 @@ from zeroshard.bench.plan import Contender, Workload
 
 if TYPE_CHECKING:
     from zeroshard.bench.diskprobe import Burst
+    from zeroshard.bench.keepers import Keeper
     from zeroshard.bench.overlap import Overlap
 
 
@@ -184,6 +186,40 @@ class _Rank:
             assert self.workload.swap_path is not None
             self._probe = DiskProbe(self.workload.swap_path)
         return self._probe.burst(phase)
+
+    def save(self, path: str) -> int:
+        """Save a checkpoint; resident bytes beyond those before, at peak."""
+        keeper = self._keeper()
+        memory.reset_peak_rss()
+        before = memory.peak_rss_nbytes() or 0
+        keeper.save(path)
+        return (memory.peak_rss_nbytes() or 0) - before
+
+    def load(self, path: str) -> None:
+        self._keeper().load(path)
+
+    def save_in_background(self, path: str) -> float:
+        """Seconds that training would be held up; returns when the checkpoint is complete."""
+        stall_s, wait = self._keeper().in_background(path)
+        wait()
+        return stall_s
+
+    def copy_states(self) -> float:
+        """Seconds of one memory copy of this rank's states."""
+        from zeroshard.bench.keepers import copy_seconds
+
+        return copy_seconds(self._keeper().states())
+
+    def write_bulk(self, nbytes: int) -> Burst:
+        """So many bytes by the file engine."""
+        from zeroshard.bench.diskprobe import write_bulk
+
+        assert self.workload.swap_path is not None
+        return write_bulk(self.workload.swap_path, nbytes)
+
+    def _keeper(self) -> Keeper:
+        assert self.trainer.keeper is not None
+        return self.trainer.keeper()
 
     def close(self) -> None:
         """Remove files."""

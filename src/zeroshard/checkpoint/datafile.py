@@ -123,14 +123,18 @@ class Ring:
             self._free.put(self.make(BUFFER_NBYTES))
         self.count = max(self.count, count)
 
-    def take(self, failed: Callable[[], bool]) -> Tensor | None:
-        """A free buffer, waiting for one; None if the writer has failed meanwhile."""
+    def take(self, go_on: Callable[[], bool]) -> Tensor | None:
+        """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""
         while True:
+            try:
+                return self._free.get_nowait()
+            except queue.Empty:
+                if not go_on():
+                    return None
             try:
                 return self._free.get(timeout=0.2)
             except queue.Empty:
-                if failed():
-                    return None
+                pass
 
     def give(self, buffer: Tensor) -> None:
         """Back from the writer."""
@@ -144,14 +148,20 @@ class Ring:
 class FileWriter:
     """Writes one file. `fill` in the caller's thread, then `finish` in whichever."""
 
-    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring) -> None:
-        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...)."""
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
+        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...).
+
+        eager: write while `fill` copies; else when it has ended, or has run out of buffers, so that nothing competes with it.
+        """
         self.layout, self.engine, self.ring = layout, engine, ring
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
         self.error: OffloadIOError | None = None
         self.fill_seconds = 0.0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._may_write = threading.Event()
+        if eager:
+            self._may_write.set()
         self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
         self._thread.start()
 
@@ -160,12 +170,20 @@ class FileWriter:
         """Copy everything into buffers on its way to the file. Returns at once where the writer has failed."""
         begin = time.monotonic()
         filling = _Filling(self)
-        for offset, segment in self.layout.segments():
-            if not filling.put(offset, segment, contents):
-                break
-        filling.emit()
+        try:
+            for offset, segment in self.layout.segments():
+                if not filling.put(offset, segment, contents):
+                    break
+        finally:  # the buffer goes round also where a state could not be read
+            filling.emit()
         self._queue.put(None)
+        self._may_write.set()
         self.fill_seconds = time.monotonic() - begin
+
+    def go_on(self) -> bool:
+        """There is no free buffer: see that there will be; False if the writer has failed."""
+        self._may_write.set()
+        return self.error is None
 
     def finish(self) -> None:
         """Return when the file is on the disk for good. Raises OffloadIOError."""
@@ -183,10 +201,12 @@ class FileWriter:
         """Write no more."""
         self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
         self._queue.put(None)
+        self._may_write.set()
         self._thread.join()
         self.file.close()
 
     def _serve(self) -> None:
+        self._may_write.wait()
         under_way: deque = deque()
         while True:
             task = self._queue.get()
@@ -255,7 +275,7 @@ class _Filling:
         if self.buffer is not None and self.end - self.base < BUFFER_NBYTES:
             return True
         self.emit()
-        self.buffer = self.writer.ring.take(lambda: self.writer.error is not None)
+        self.buffer = self.writer.ring.take(self.writer.go_on)
         if self.buffer is None or self.writer.error is not None:
             return False
         self.memory, self.base = bytes_of(self.buffer), self.end
@@ -263,9 +283,10 @@ class _Filling:
 
     def emit(self) -> None:
         """Hand the buffer to the writer."""
-        for pending in self.pending:
-            pending.wait()
-        self.pending = []
-        if self.buffer is not None:
-            self.writer._queue.put((self.buffer, self.base, self.end - self.base))
-        self.buffer = None
+        pending, self.pending, buffer, self.buffer = self.pending, [], self.buffer, None
+        try:
+            for read in pending:
+                read.wait()
+        finally:
+            if buffer is not None:
+                self.writer._queue.put((buffer, self.base, self.end - self.base))

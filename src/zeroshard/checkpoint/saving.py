@@ -68,6 +68,7 @@ class Save:
     def __init__(self, path: Path, nbytes: int, snapshot_nbytes: int) -> None:
         self.path, self.nbytes, self.snapshot_nbytes = path, nbytes, snapshot_nbytes
         self.stall_seconds = self.seconds = 0.0
+        self.told = False  # how it ended
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._settle: Callable[[], None] | None = None
@@ -83,6 +84,7 @@ class Save:
         if self._settle is not None:
             settle, self._settle = self._settle, None
             settle()
+        self.told = True
         if self._error is not None:
             raise self._error
         return self.path
@@ -109,6 +111,8 @@ class Saver:
         """Let what is under way end, and free buffers."""
         if self.last is not None and self.last._thread is not None:
             self.last._thread.join()
+            if self.last._error is not None and not self.last.told:
+                print(f"zeroshard: {self.last.path} was not saved: {self.last._error}", file=sys.stderr)
         self.stopped.set()
         self.engine.close()
 
@@ -229,7 +233,8 @@ def _await_last(saver: Saver, if_busy: str) -> None:
         if any(busy):
             raise CheckpointError(f"zs.save: the save of {last.path.name} is still under way; nothing was done.")
     saver.last = None
-    last.wait()
+    if not last.told:
+        last.wait()
 
 
 def _serialised(name: str, value: Any) -> bytes:
@@ -257,7 +262,12 @@ def _agree(comm: Comm, plan: Plan, extras: dict[str, bytes]) -> set[str]:
             raise ConfigError(f"zs.save: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
         if digests.keys() != first[1].keys():
             raise ConfigError(f"zs.save: extra: rank 0 gives {sorted(first[1])}, rank {rank} {sorted(digests)}.")
-    return {name for name, digest in first[1].items() if all(d[name] == digest for _, d in everyone)}
+    shared = {name for name, digest in first[1].items() if all(d[name] == digest for _, d in everyone)}
+    taken = [f"{name}.{rank}" for name in first[1].keys() - shared for rank in range(comm.world_size)]
+    if first[1].keys() & set(taken):
+        both = sorted(first[1].keys() & set(taken))[0]
+        raise ConfigError(f"zs.save: extra[{both!r}]: that is what rank {both.rpartition('.')[2]}'s {both.rpartition('.')[0]!r} is called.")
+    return shared
 
 
 def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
@@ -367,7 +377,8 @@ class _Saving:
         """The file with all its space, on every rank or on none (collective)."""
         writer, problem = None, None
         try:
-            writer = FileWriter(self.folder / f"{self.stem}.distcp", layout, self.saver.engine, self.saver.ring)
+            path, eager = self.folder / f"{self.stem}.distcp", not self.plan.asynchronous
+            writer = FileWriter(path, layout, self.saver.engine, self.saver.ring, eager=eager)
         except OffloadIOError as error:
             problem = write_error(error.file, error.errno, layout.nbytes, f"rank {self.comm.rank}: saving a checkpoint")
         self._agree(problem, lambda: writer.abandon() if writer is not None else None)
@@ -403,11 +414,20 @@ class _Saving:
             for name in names:
                 name.unlink()
             self.draft.publish()
-            every = self.plan.keep_every
-            places.prune(Path(self.plan.root), self.plan.keep_last, lambda path: bool(every) and step_of(path) % every == 0)
         except OSError as error:
             return write_error(error.filename or self.folder, error.errno or EIO, 0, "rank 0: completing a checkpoint")
+        try:
+            places.prune(Path(self.plan.root), self.plan.keep_last, self._keeps)
+        except OSError as error:  # this checkpoint is complete nevertheless
+            print(f"zeroshard: {self.plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
         return None
+
+    def _keeps(self, path: Path) -> bool:
+        """Whether an older checkpoint is to stay. One that can not be read does: nobody knows what it is."""
+        try:
+            return self.plan.keep_every is not None and step_of(path) % self.plan.keep_every == 0
+        except CheckpointError:
+            return True
 
     def _facts(self) -> dict[str, Any]:
         config, optimizer = self.runtime.config, self.core.outer if self.core is not None else None
@@ -450,7 +470,9 @@ class _Saving:
         save._thread.start()
 
     def _tell_failure(self, problem: Exception) -> None:
+        """To rank 0, which waits for files. Where the disk is full, there is room for the news without this rank's data."""
         try:
+            (self.folder / f"{self.stem}.distcp").unlink(missing_ok=True)
             places.write_whole(self.folder / f"{self.stem}.failed", pickle.dumps(problem))
         except OSError as error:  # the others will miss this rank's part and say so
             print(f"zeroshard: rank {self.comm.rank}: {problem}; telling it failed too: {error}", file=sys.stderr)
@@ -461,6 +483,7 @@ class _Saving:
             return problem
         ranks = range(self.comm.world_size)
         patience, seen, since = self.runtime.config.stall_timeout_s, None, time.monotonic()
+        gone: list[int] = []
         while True:
             failed = [rank for rank in ranks if (self.folder / f"rank-{rank:05d}.failed").exists()]
             if failed:
@@ -468,6 +491,10 @@ class _Saving:
             missing = [rank for rank in ranks if not (self.folder / f"rank-{rank:05d}.json").exists()]
             if not missing:
                 return self._publish()
+            lost = [rank for rank in missing if not (self.folder / f"rank-{rank:05d}.distcp").exists()]
+            if lost == gone and lost:  # twice in a row: it has no time to tell, or no room
+                return CheckpointError(f"zs.save: {self.plan.name}: the data of ranks {lost} is gone.")
+            gone = lost
             progress = [self._progress(rank) for rank in missing]
             if progress != seen:
                 seen, since = progress, time.monotonic()
@@ -484,7 +511,8 @@ class _Saving:
     def _settle(self, save: Save) -> None:
         """All ranks learn how it ended (collective)."""
         everyone = [pickle.loads(p) for p in self.comm.exchange(pickle.dumps(save._error), "zs.save: how it ended")]
-        save._error = next((error for error in everyone if error is not None), None)
+        errors = [error for error in everyone if error is not None]
+        save._error = next((error for error in errors if isinstance(error, CheckpointWriteError)), errors[0] if errors else None)
         if save._error is not None and self.draft is not None and self.draft.path.exists():
             self.draft.discard()
 

@@ -1,0 +1,243 @@
+"""Checkpoints: saving and loading beside torch.distributed.checkpoint with FSDP2 and DeepSpeed, to the same disk in one run.
+
+    python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes small,large] [--rounds 3]
+
+A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
+page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
+alive and take turns; large ones, of which two would not fit side by side: one contender after the other. In each round all
+ranks also write as many bytes with the file engine, in bulk, and each copies its states once in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+
+from zeroshard.bench.diskprobe import bandwidth
+from zeroshard.bench.figures import Goal
+from zeroshard.bench.keepers import written_nbytes
+from zeroshard.bench.plan import Contender, ModelShape, Workload
+from zeroshard.bench.race import missing_reason
+from zeroshard.bench.sheets import PLAIN, WARNING, Sheet, number
+from zeroshard.bench.team import Team, TeamFailed
+
+CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
+SIZES = {  # name -> shape, whether contenders take turns
+    "34M": (ModelShape(), True),
+    "500M": (ModelShape(dim=1536, layers=17, heads=12), False),
+}
+ROUNDS = 3
+ENGINE_GOAL, DCP_GOAL, DEEPSPEED_GOAL, STALL_GOAL = 0.9, 0.8, 0.5, 1.2
+
+
+@dataclass
+class Kept:
+    """What was measured of one contender: lists by round, seconds of the slowest rank."""
+
+    contender: Contender
+    skipped: str | None = None
+    save_s: list[float] = field(default_factory=list)
+    load_s: list[float] = field(default_factory=list)
+    stall_s: list[float] = field(default_factory=list)  # of saves in the background
+    copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
+    engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, in the same round
+    nbytes: int = 0
+    extra_nbytes: int = 0  # resident memory beyond that before the save, of the largest rank
+
+    @property
+    def ran(self) -> bool:
+        return bool(self.load_s)
+
+    @property
+    def total_s(self) -> float:
+        """Save and load, median of rounds."""
+        return statistics.median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
+
+    @property
+    def nbytes_per_s(self) -> float:
+        """Of saves."""
+        return self.nbytes / statistics.median(self.save_s)
+
+
+@dataclass(frozen=True)
+class Kepts:
+    """One size. cold: loads came from the disk."""
+
+    size: str
+    shape: ModelShape
+    kept: list[Kept]
+    cold: bool
+
+    def of(self, kind: str) -> Kept | None:
+        return next((k for k in self.kept if k.contender.kind == kind and k.ran), None)
+
+    @property
+    def goals(self) -> list[Goal]:
+        """Ratios of medians."""
+        ours, goals = self.of("zs"), []
+        if ours is None:
+            return []
+        engine = statistics.median(s / r for s, r in zip([ours.nbytes / t for t in ours.save_s], ours.engine_nbytes_per_s, strict=True))
+        goals.append(Goal(f"{self.size}: save throughput / file engine", engine, ENGINE_GOAL, "checkpoints", True))
+        for kind, label, limit in (("fsdp2", "DCP with FSDP2", DCP_GOAL), ("ds", "DeepSpeed 3", DEEPSPEED_GOAL)):
+            theirs = self.of(kind)
+            ratio = None if theirs is None else ours.total_s / theirs.total_s
+            goals.append(Goal(f"{self.size}: save and load / {label}, time", ratio, limit, "checkpoints"))
+        stall = statistics.median(a / b for a, b in zip(ours.stall_s, ours.copy_s, strict=True))
+        goals.append(Goal(f"{self.size}: stall of a save in the background / one memory copy", stall, STALL_GOAL, "checkpoints"))
+        return goals
+
+
+def run(
+    path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int = ROUNDS, log_dir: Path | None = None,
+    say: Callable[[str], None] = print, only: tuple[str, ...] = (),
+) -> list[Kepts]:  # fmt: skip
+    """Measure in a folder of `path`, which is removed afterwards."""
+    results = []
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="zeroshard-bench-"))
+    for size in sizes:
+        shape, turns = SIZES[size]
+        workload = Workload(shape=shape, sequences=1, swap_path=path)
+        kept = [Kept(c, missing_reason(c, workload)) for c in CONTENDERS if not only or c.name in only]
+        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kept)}, {rounds} rounds")
+        with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=path, ignore_cleanup_errors=True) as folder:
+            groups = [kept] if turns else [[k] for k in kept]
+            for group in groups:
+                _measure([k for k in group if k.skipped is None], workload, rounds, Path(folder), log_dir / size, say)
+        results.append(Kepts(size, shape, kept, drop_page_cache()))
+    return results
+
+
+def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Callable[[str], None]) -> None:
+    teams: dict[str, Team] = {}
+    try:
+        for kept in group:
+            teams[kept.contender.name] = Team(kept.contender, workload, log_dir)
+            _guarded(kept, teams, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
+        for index in range(rounds):
+            for kept in group[index % len(group) :] + group[: index % len(group)]:
+                _guarded(kept, teams, lambda team: _take_turn(kept, team, folder / kept.contender.name))
+            say(f"  round {index + 1} of {rounds} done")
+    finally:
+        for team in teams.values():
+            team.close()
+
+
+def _guarded(kept: Kept, teams: dict[str, Team], action: Callable[[Team], object]) -> None:
+    if kept.contender.name not in teams:
+        return
+    try:
+        action(teams[kept.contender.name])
+    except TeamFailed as error:
+        kept.skipped = f"failed: {error}"
+        teams.pop(kept.contender.name)
+
+
+def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
+    """Save, load, and (zeroshard) save in the background, and what memory and disk give by themselves."""
+    os.sync()
+    path = str(folder)
+    begin = time.monotonic()
+    extra = team.ask("save", path)
+    os.sync()
+    kept.save_s.append(time.monotonic() - begin)
+    kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *extra)
+    drop_page_cache()
+    begin = time.monotonic()
+    team.ask("load", path)
+    kept.load_s.append(time.monotonic() - begin)
+    shutil.rmtree(path)
+    if kept.contender.kind == "zs":
+        os.sync()
+        stalls = team.ask("save_in_background", path)
+        kept.copy_s.append(max(team.ask("copy_states")))
+        if kept.stall_s or len(kept.save_s) > 1:  # the first makes the buffers
+            kept.stall_s.append(max(stalls))
+        else:
+            kept.stall_s.append(max(team.ask("save_in_background", path)))
+        shutil.rmtree(path)
+        os.sync()
+        kept.engine_nbytes_per_s.append(bandwidth(team.ask("write_bulk", kept.nbytes // team_size(team))))
+
+
+def team_size(team: Team) -> int:
+    """Ranks of a team."""
+    return len(team.pids)
+
+
+def drop_page_cache() -> bool:
+    """Forget what the kernel keeps of files; whether it let us."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+    except OSError:
+        return False
+    return True
+
+
+def sheet(result: Kepts) -> Sheet:
+    """One size as a table."""
+    rows = []
+    for kept in result.kept:
+        if not kept.ran:
+            continue
+        theirs = [result.of(kind) for kind in ("fsdp2", "ds")]
+        rows.append(
+            [
+                kept.contender.label,
+                f"{statistics.median(kept.save_s):.2f}",
+                f"{statistics.median(kept.load_s):.2f}",
+                *(number(t and kept.total_s / t.total_s, "{:.2f}") for t in theirs),
+                f"{kept.nbytes / 1e9:.2f}",
+                f"{kept.nbytes_per_s / 1e9:.2f}",
+                number(statistics.median(kept.engine_nbytes_per_s) / 1e9 if kept.engine_nbytes_per_s else None, "{:.2f}"),
+                number(statistics.median(kept.stall_s) * 1e3 if kept.stall_s else None, "{:.0f}"),
+                number(statistics.median(kept.copy_s) * 1e3 if kept.copy_s else None, "{:.0f}"),
+                f"{kept.extra_nbytes / 2**20:.0f}",
+            ]
+        )
+    headings = ("save s", "load s", "/DCP", "/DS3", "GB", "GB/s", "engine GB/s", "stall ms", "copy ms", "extra MiB")
+    notes = [
+        ("save: until the bytes are on the disk; load: " + ("from the disk." if result.cold else "from the page cache."), PLAIN),
+        ("/DCP, /DS3: save and load together. extra: resident memory of the largest rank beyond that before the save.", PLAIN),
+    ]
+    notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
+    return Sheet(f"Checkpoints, {result.size} parameters with Adam states", headings, rows, notes)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.checkpoints", description=__doc__.splitlines()[0])
+    parser.add_argument("--path", required=True, help="folder on a local disk")
+    parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", default="", help="contenders, separated by commas")
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    given = parser.parse_args(argv)
+    only = tuple(name for name in given.only.split(",") if name)
+    results = run(given.path, tuple(given.sizes.split(",")), given.rounds, only=only)
+    from rich.console import Console
+
+    console = Console(width=125)
+    for result in results:
+        sheet(result).show(console)
+        for goal in result.goals:
+            sign = ">=" if goal.at_least else "<="
+            console.print(f"{goal.text}: {number(goal.value, '{:.3f}')} ({sign} {goal.limit:g}) {goal.verdict}", markup=False)
+    if given.json:
+        given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
