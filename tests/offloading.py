@@ -1,4 +1,4 @@
-"""What tests of offload share: where states rest, and a device with a memory of its own that needs no GPU.
+"""What tests of offload share: where states rest, what is trained, and a device with a memory of its own without a GPU.
 
 `StrictStreams` is as unfriendly as streams may be: a copy happens when somebody waits for it and not before, until then
 its target is NaN, a copy to the host is there only when the *host* has waited, and what is being copied from the host must
@@ -7,6 +7,7 @@ wrong number here, as it would be on a GPU, but every time.
 """
 
 import contextlib
+import copy
 import math
 import random
 from collections import deque
@@ -16,12 +17,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import OddGPT, Outcome, Task, assert_equal_runs, differences, seeded, state_differences, token_batches
 
+import zeroshard as zs
 from zeroshard.comm import world
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
 from zeroshard.memory.tiers import Tiers
 
+DEVICES = ("none", "cpu", "nvme")
+MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
+DATA = token_batches(3, 1, 2)
+TASK = Task(MODEL, token_batches(2, 2, 2), clip={1: 0.05})
 TINY = {"buffer_nbytes": 1 << 16, "buffer_count": 2}
 LARGE = {"buffer_nbytes": 1 << 20, "buffer_count": 4}  # every shard of the models here fits one
 
@@ -112,3 +119,46 @@ def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         world._local.comm.streams = StrictStreams(rank) if strict else Streams()
 
     return use
+
+
+# -- what is trained, and what must be the same ----------------------------------------------------------------------
+
+
+def assert_same(got: Outcome, expected: Outcome, where: str) -> None:
+    assert_equal_runs(got, expected, where)
+    assert got.losses == expected.losses, f"{where} losses"
+    assert got.norms == expected.norms, f"{where} norms"
+    assert got.coefficients == expected.coefficients, f"{where} clip coefficients"
+
+
+def assert_same_log(got: list, expected: list, where: str) -> None:
+    for number, (left, right) in enumerate(zip(got, expected, strict=True)):
+        if isinstance(left, dict):
+            nested = isinstance(next(iter(left.values())), dict)
+            bad = state_differences(left, right) if nested else differences(left, right)
+        else:
+            bad = [] if torch.equal(torch.as_tensor(left), torch.as_tensor(right)) else [f"{left}, expected {right}"]
+        assert not bad, f"{where} entry {number}: {bad[:4]}"
+
+
+def plain_loop(rank: int, task: Task, states: bool = True, **options) -> Outcome:
+    """As `train`, but nothing is looked at before the end: reading a gradient waits for what is under way."""
+    model = copy.deepcopy(task.model)
+    model, optimizer = zs.shard(model, task.make_optimizer(model), **options)
+    out = Outcome()
+    for step, micros in enumerate(task.data):
+        for ranks in micros:
+            loss = model(*ranks[rank])
+            loss.backward()
+            out.losses.append(loss.item())
+        if step in task.clip:
+            zs.clip_grad_norm_(model, task.clip[step])
+        optimizer.step()
+        out.norms.append(optimizer.last_step.grad_norm)
+        out.coefficients.append(optimizer.last_step.clip_coefficient)
+        optimizer.zero_grad()
+    if states:
+        out.states = zs.full_optimizer_state(model)
+    zs.close(model)
+    out.weights = model.state_dict()
+    return out

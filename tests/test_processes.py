@@ -1,11 +1,12 @@
 """Real processes over gloo: equality to the reference, and every failure ends on every rank, in time, with a sentence.
 
-Starting processes costs more than all that they do here. So one pair (and one triple) of ranks is started; for each
-scenario every rank forks a child, which forms a process group of its own and lives and dies as a rank would.
+Starting processes costs more than all that they do here. So three ranks are started, once; for each scenario all of
+them, or the first two, fork a child, which forms a process group of its own and lives and dies as a rank would.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -33,7 +34,7 @@ from zoo import (
 )
 
 import zeroshard as zs
-from zeroshard.launch import free_port, run_processes
+from zeroshard.launch import free_port, rank_environment, run_processes
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 LIMIT_S = 40.0  # for one scenario
@@ -55,7 +56,7 @@ def _run_forked(rank: int, world: int, ports: dict[str, int]) -> dict[str, Outco
 
 
 def _fork(name: str, port: int, rank: int, world: int) -> Outcome:
-    os.environ["MASTER_PORT"] = str(port)
+    os.environ.update(rank_environment(rank, world, port))
     reader, writer = os.pipe()
     started = time.monotonic()
     child = os.fork()
@@ -149,8 +150,11 @@ def fault(comm: str, kind: str):
 
     def run(rank: int, world: int):
         dist.init_process_group("gloo")
+        pids = [None] * world
+        dist.all_gather_object(pids, os.getpid())
         model = seeded(Stack)
-        model, optimizer = zs.shard(model, adamw(model.parameters()), comm=comm, stage=3, stall_timeout_s=5.0)
+        stall_s = 2.5 if kind in ("extra", "leave") else 5.0  # shorter where it is waited for
+        model, optimizer = zs.shard(model, adamw(model.parameters()), comm=comm, stage=3, stall_timeout_s=stall_s)
         for step in range(10**6):
             if rank == 1 and step == 2:
                 if kind == "raise":
@@ -164,13 +168,21 @@ def fault(comm: str, kind: str):
                 elif kind == "extra":
                     zs.full_optimizer_state(model)
                 elif kind == "leave":
-                    time.sleep(18)
+                    _wait_until_gone(pids[0])
                     return
             square(model, (torch.ones(2, 7),)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     return run
+
+
+def _wait_until_gone(pid: int) -> None:
+    """However long that takes: LIMIT_S ends it."""
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.05)
 
 
 def no_process_group(rank: int, world: int):
@@ -205,18 +217,26 @@ SCENARIOS |= {f"different {kind}": different(kind) for kind in ("layer", "dtype"
 THREE = ("train shared", "train dist", "raise shared", "raise dist")
 
 
-def start(world: int, names) -> list[dict[str, Outcome]]:
-    return run_processes(_run_forked, world, {name: free_port() for name in names}, timeout_s=220)
+def _run_both(rank: int, _: int, triple: dict[str, int], pair: dict[str, int]) -> dict[int, dict[str, Outcome]]:
+    """World size -> name -> how it ended. Three ranks first: none may wait in a child until the others have time."""
+    ended = {3: _run_forked(rank, 3, triple)}
+    return ended | {2: _run_forked(rank, 2, pair)} if rank < 2 else ended
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return start(2, SCENARIOS)
+def ended():
+    triple, pair = ({name: free_port() for name in names} for names in (THREE, SCENARIOS))
+    return run_processes(_run_both, 3, triple, pair, timeout_s=220)
 
 
 @pytest.fixture(scope="module")
-def triple():
-    return start(3, THREE)
+def pair(ended):
+    return [rank[2] for rank in ended[:2]]
+
+
+@pytest.fixture(scope="module")
+def triple(ended):
+    return [rank[3] for rank in ended]
 
 
 # -- tests -------------------------------------------------------------------------------------------------------
@@ -224,9 +244,8 @@ def triple():
 
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("world", [2, 3])
-def test_processes_equal_the_reference_at_every_stage(request, world, comm):
-    ranks = request.getfixturevalue("pair" if world == 2 else "triple")
-    outcomes = [rank[f"train {comm}"] for rank in ranks]
+def test_processes_equal_the_reference_at_every_stage(pair, triple, world, comm):
+    outcomes = [rank[f"train {comm}"] for rank in (pair if world == 2 else triple)]
     assert [o.exitcode for o in outcomes] == [0] * world, outcomes
     for name, case in cases(world).items():
         wanted = reference(case)

@@ -325,6 +325,9 @@ def use():
     folder.file("data", 1 << 20, reserve=True)
     return folder
 
+def tell(*words):  # in one write, shorter than PIPE_BUF: lines of two processes do not mix
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
 folder = use()
 held = []
 child = multiprocessing.get_context("fork").Process(target=lambda: held.append(use()))  # removes its own when it ends
@@ -336,12 +339,21 @@ os.wait()
 pid = os.fork()
 if pid == 0:
     folder = use()
-    print(os.getpid(), folder.path, flush=True)
+    tell("child", os.getpid(), folder.path)
     time.sleep(1000)
-print(folder.path, flush=True)
+tell("parent", os.getpid(), folder.path)
 sys.stdin.readline()
 raise KeyError("on purpose")
 """
+
+
+def told_by(process: subprocess.Popen) -> tuple[str, tuple[int, Path]]:
+    """Who says its process id and its folder. What else a process may print is passed over."""
+    for line in iter(process.stdout.readline, ""):
+        who, *words = line.split() or [""]
+        if who in ("parent", "child"):
+            return who, (int(words[0]), Path(words[1]))
+    raise AssertionError(f"the process ended: {process.communicate()[1]}")
 
 
 @pytest.mark.processes
@@ -350,14 +362,13 @@ def test_b22_folders_of_live_processes_stay_those_of_killed_ones_go(tmp_path, ca
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([sys.executable, "-c", LIVES, str(tmp_path)], start_new_session=True, **pipes)
     try:
-        lines = [process.stdout.readline() for _ in range(2)]  # in any order
-        parents = Path(next(line for line in lines if line.startswith("/")).strip())
-        pid, childs = next(line for line in lines if not line.startswith("/")).split()
+        told = dict(told_by(process) for _ in range(2))  # in any order
+        (_, parents), (pid, childs) = told["parent"], told["child"]
         make(tmp_path).close()
-        assert (parents / "data").stat().st_size == (Path(childs) / "data").stat().st_size == 1 << 20
-        os.kill(int(pid), signal.SIGKILL)
+        assert (parents / "data").stat().st_size == (childs / "data").stat().st_size == 1 << 20
+        os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while Path(childs).exists() and time.monotonic() < deadline:  # until the kernel has ended it
+        while childs.exists() and time.monotonic() < deadline:  # until the kernel has ended it
             make(tmp_path).close()
         assert list(tmp_path.iterdir()) == [parents]
         (line,) = capsys.readouterr().err.splitlines()
