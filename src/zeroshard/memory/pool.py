@@ -1,7 +1,7 @@
-"""Pools of buffers of one constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
+"""Pools of constant size (ZeRO-R's CB, arXiv 1910.02054, 5.2.2).
 
-`StagingPool`: regions through which gradients leave, and through which offloaded shards come to be gathered. `HostPool`:
-page-aligned host memory through which states pass between tiers.
+`StagingPool`: regions through which gradients leave, and through which offloaded shards come to be gathered. `BufferPool`:
+buffers of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
 can be taken again once no rank reads it any more. Normally `count` buffers circulate. More exist as address space
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -193,3 +194,115 @@ class BufferPool:
         self._free.clear()
         self.ledger.strike(STAGING, self._made * self.nbytes, self.tier)
         self._made = self.count = 0
+
+
+class Arena:
+    """One stretch of memory from which pieces of any size are taken in turn, and given back in about that order.
+
+        | free | in use . . . . . . . . | being written | free |        pieces follow one another and go round
+               tail (the oldest)                        head
+
+    So slabs of any size use all of it, where buffers of one size would each hold one slab, large or small. Memory comes in
+    one allocation, when `reserve` is first told how much is of use, and never exceeds `limit_nbytes`.
+
+    make: nbytes -> memory (nbytes,) uint8, of `tier`, page-aligned.
+    """
+
+    def __init__(self, ledger: Ledger, limit_nbytes: int, align: int, make: Callable[[int], Tensor], tier: Tier) -> None:
+        self.ledger, self.limit_nbytes, self.align, self.make, self.tier = ledger, limit_nbytes, align, make, tier
+        self.memory: Tensor | None = None
+        self._pieces: deque[_Piece] = deque()  # the oldest first
+        self._head = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that there is now."""
+        return 0 if self.memory is None else self.memory.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """So many bytes would be of use. More than before are made where nothing is in use."""
+        wanted = min(-(-nbytes // self.align) * self.align, self.limit_nbytes)
+        if wanted <= self.nbytes:
+            return
+        self.drain()
+        if self._pieces:
+            return
+        self._drop()
+        self.memory, self._head = self.make(wanted), 0
+        self.ledger.enter(STAGING, wanted, self.tier)
+
+    def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
+        """A piece (nbytes,) at a multiple of `align`.
+
+        None where there is no room: (wait) also after all that was given back has been waited for.
+        """
+        size = -(-nbytes // self.align) * self.align
+        self._reclaim(wait=False)
+        begin = self._place(size)
+        while begin is None and wait and self._pieces and self._pieces[0].given:
+            self._reclaim(wait=True)
+            begin = self._place(size)
+        if begin is None:
+            return None
+        assert self.memory is not None
+        self._head = begin + size
+        piece = _Piece(begin, begin + size, self.memory[begin : begin + nbytes])
+        self._pieces.append(piece)
+        return piece.memory
+
+    def _place(self, size: int) -> int | None:
+        if not self._pieces:
+            return 0 if size <= self.nbytes else None
+        tail = self._pieces[0].begin
+        if self._head > tail:  # free: behind the head, and before the tail
+            if self._head + size <= self.nbytes:
+                return self._head
+            return 0 if size <= tail else None
+        return self._head if self._head + size <= tail else None
+
+    def give(self, memory: Tensor, pending: Any = None) -> None:
+        """The piece may be taken again when `pending` is done."""
+        piece = next(p for p in self._pieces if p.memory is memory)
+        piece.given, piece.pending = True, pending
+
+    def _reclaim(self, wait: bool) -> None:
+        """Forget pieces at the tail that nobody uses any more; (wait) at least the first, if it was given back."""
+        while self._pieces and self._pieces[0].given:
+            pending = self._pieces[0].pending
+            if pending is not None and not (wait or pending.done()):
+                return
+            piece = self._pieces.popleft()
+            if piece.pending is not None:
+                piece.pending.wait()
+            wait = False
+
+    def drain(self) -> None:
+        """Return when what was given back is used by nobody."""
+        for piece in self._pieces:
+            if piece.given and piece.pending is not None:
+                piece.pending.wait()
+        self._reclaim(wait=False)
+
+    def _drop(self) -> None:
+        self.ledger.strike(STAGING, self.nbytes, self.tier)
+        self.memory = None
+
+    def close(self) -> None:
+        """Drop all memory."""
+        for piece in self._pieces:
+            with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+                piece.pending.wait() if piece.pending is not None else None
+        self._pieces.clear()
+        self._drop()
+        self.limit_nbytes = 0
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Bytes [begin, end) of an arena. given: back; pending: what still reads or writes it then."""
+
+    begin: int
+    end: int
+    memory: Tensor
+    given: bool = False
+    pending: Any = None

@@ -1,10 +1,10 @@
 """The host's step over offloaded states, slab by slab (ZeRO-Offload, arXiv 2101.06840, 5.1; ZeRO-Infinity, 2104.07857, 5.2.2).
 
-    read    | s2 | s3 | s4 |             a slab: a stretch of one run that fits one host buffer
+    read    | s2 | s3 | s4 |             a slab: a stretch of one run, of at most buffer_nbytes
     step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
     write   |    | s1 | s2 | s3 | s4     what rests on the host is stepped in place and needs no buffer
 
-Buffers are of constant number and size. As they come free at the end of a step they are filled with the first slabs of
+Slabs pass through one arena of constant size. As it comes free at the end of a step it is filled with the first slabs of
 the next (`poll`), so that the disk also works while forward and backward run.
 
 The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..config import Offload, Tier
 from ..layout import round_up
-from ..memory.pool import BufferPool
+from ..memory.pool import Arena
 from ..memory.tiers import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from .kernels import CHUNK_NUMEL, Kernel, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
 from .runs import Run, stepped_rest
@@ -31,6 +31,7 @@ from .states import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # parts of a slab beside the states
 _CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step costs some 0.15 ms beside the arithmetic
+_FLIGHT = 4  # slabs under way, per buffer's worth of memory: slabs in place take none, and need some limit
 _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 
 
@@ -107,9 +108,8 @@ class HostStepper:
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
         self.inner, self.offload, self.tiers, self.fused = inner, offload, tiers, fused
         pin = offload.pin_memory
-        self.pool = BufferPool(
-            tiers.ledger, offload.buffer_count, offload.buffer_nbytes, lambda n: tiers.host_buffer(n, pin), Tier.HOST
-        )
+        limit_nbytes = offload.buffer_count * offload.buffer_nbytes
+        self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST)
         self._ahead: deque[Slab] = deque()  # read for the next step
         self._next: deque[Slab] = deque()  # the slabs that follow
         self._uploads: list[Pending] = []  # to the device, in this step
@@ -128,9 +128,10 @@ class HostStepper:
     def _step(self, jobs: list[Job]) -> None:
         plan = deque(slab for job in jobs for slab in self._slabs(job))
         following = [(slab.job, slab.begin, slab.end) for slab in plan]
+        self.pool.reserve(sum(self._staged_nbytes(slab) for slab in plan))
         flight: deque[Slab] = deque()
         while plan or flight:
-            while plan and len(flight) < self.offload.buffer_count and self._start(plan[0], wait=not flight):
+            while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
                 flight.append(plan.popleft())
             slab = flight.popleft()
             for pending in slab.reads:
@@ -149,10 +150,11 @@ class HostStepper:
         """Read the next step's first slabs into buffers that have come free."""
         while self._next:
             slab = self._next[0]
-            if not self._stages(slab):
+            nbytes = self._staged_nbytes(slab)
+            if not nbytes:
                 self._next.popleft()  # in place: nothing to read
                 continue
-            buffer = self.pool.take()
+            buffer = self.pool.take(nbytes)
             if buffer is None:
                 return
             slab.buffer = buffer
@@ -170,11 +172,7 @@ class HostStepper:
     def settle(self) -> None:
         """Return when everything that was stepped is at rest."""
         self.forget()
-        buffers = []
-        while (buffer := self.pool.take(wait=True)) is not None and len(buffers) < self.pool.count:
-            buffers.append(buffer)
-        for buffer in buffers:
-            self.pool.give(buffer)
+        self.pool.drain()
 
     def close(self) -> None:
         """Give up all buffers."""
@@ -190,11 +188,11 @@ class HostStepper:
             ready = self._ahead.popleft()
             slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
             slab.parts, slab.staged, slab.reads = ready.parts, ready.staged, ready.reads
-        elif self._stages(slab):
-            buffer = self.pool.take()
+        elif nbytes := self._staged_nbytes(slab):
+            buffer = self.pool.take(nbytes)
             if buffer is None and wait:
-                self.forget()  # what was read ahead holds all buffers and is not wanted now
-                buffer = self.pool.take(wait=True)
+                self.forget()  # what was read ahead holds all memory and is not wanted now
+                buffer = self.pool.take(nbytes, wait=True)
             if buffer is None:
                 return False
             slab.buffer = buffer
@@ -239,9 +237,12 @@ class HostStepper:
         room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)
         return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
 
-    def _stages(self, slab: Slab) -> bool:
-        """True where a part of the slab must pass through a buffer."""
-        return slab.end > slab.begin and bool(self._away(slab.job))
+    def _staged_nbytes(self, slab: Slab) -> int:
+        """Memory for the parts of the slab that must pass through it; 0 where all are in place."""
+        away = self._away(slab.job)
+        if not away or slab.end == slab.begin:
+            return 0
+        return min((slab.end - slab.begin) * sum(away) + 2 * PAGE_NBYTES * len(away), self.offload.buffer_nbytes)
 
     # -- moving ----------------------------------------------------------------------------------------------
 

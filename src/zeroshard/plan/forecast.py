@@ -135,15 +135,19 @@ def _room(runtime: Runtime) -> int:
     offload = runtime.config.offload_optimizer
     if runtime.config.offload_param.tier is Tier.DISK:
         return 0
-    slabs = []  # bytes read ahead, and written, of each
+    slabs = []  # bytes read ahead, in memory, and written, of each
     for run in _offloaded_runs(runtime):
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
         gradient = run.group.grads.rest
         early = reads - (gradient.dtype.itemsize if gradient.tier is Tier.DISK else 0)
         count = max(-(-run.numel * max(reads, writes) // offload.buffer_nbytes), 1)
-        slabs += [(run.numel // count * early, run.numel // count * writes)] * count
-    return sum(early for early, _ in slabs[: offload.buffer_count]) + sum(writes for _, writes in slabs[-1:])
+        slabs += [tuple(run.numel // count * each for each in (early, max(reads, writes), writes))] * count
+    left, ahead = offload.buffer_count * offload.buffer_nbytes, 0
+    for early, held, _ in slabs:
+        left -= held
+        ahead += early if left >= 0 else 0
+    return ahead + sum(writes for *_, writes in slabs[-1:])
 
 
 def _offloaded_runs(runtime: Runtime) -> list[Run]:
