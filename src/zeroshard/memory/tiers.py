@@ -364,8 +364,8 @@ class Tiers:
         if tier is Tier.DISK:
             folder = self._folders[offload.path]  # type: ignore[index]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
-        if tier is Tier.HOST and self.separate:
-            # not torch's pinned allocator: it rounds up to a power of two
+        if tier is Tier.HOST:
+            # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
         return MemoryRest(torch.zeros(numel, dtype=dtype, device=self.comm.device), tier, self)

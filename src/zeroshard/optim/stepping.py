@@ -25,7 +25,7 @@ from ..config import Offload, Tier
 from ..layout import round_up
 from ..memory.pool import Arena
 from ..memory.tiers import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
-from .kernels import CHUNK_NUMEL, Kernel, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
+from .kernels import CHUNK_NUMEL, Kernel, Team, chunk_numel, host_threads, kernel_for, step_stretch, stepping_threads
 from .runs import Run, stepped_rest
 from .states import ColumnStates
 
@@ -116,6 +116,7 @@ class HostStepper:
         # a rank that computes on a device of its own leaves its share of the cores to the step
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
         self._scratch = torch.empty(chunk_numel(self.threads))
+        self._team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
 
     # -- the pipeline ----------------------------------------------------------------------------------------
 
@@ -175,9 +176,10 @@ class HostStepper:
         self.pool.drain()
 
     def close(self) -> None:
-        """Give up all buffers."""
+        """Give up all buffers and threads."""
         self.forget()
         self.pool.close()
+        self._team.close()
 
     def _start(self, slab: Slab, wait: bool) -> bool:
         """Bring a slab's parts within reach. False where no buffer is free."""
@@ -306,7 +308,9 @@ class HostStepper:
                 scalars |= self._create(slab, kernel)
             names = kernel.columns if job.fresh else job.states.names
             state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
-            step_stretch(kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self._scratch)
+            step_stretch(
+                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self._scratch, team=self._team
+            )
             self._take_states(slab, 0, param, state)
         else:
             state = self._run_class(slab, scalars)
