@@ -8,8 +8,10 @@ The *job* is that of ZeRO-Offload: bf16 gradients to bf16 parameters, with fp32 
 it has to move per parameter: read gradient 2 + master 4 + states 8, write master 4 + states 8 + parameter 2 = 28.
 A memory copy of a working set as large (16 bytes a parameter: 8 to 8) moves 16: its speed is bytes read + bytes
 written per second, as STREAM counts them. Contenders take turns in each round; times are medians over rounds, ratios
-medians of the ratios within a round. Contenders share their tensors, so values are not compared here
-(tests/test_kernels.py does that).
+medians of the ratios within a round. Values are not compared here (tests/test_kernels.py does that).
+
+Each library has the memory that it works on when it offloads: zeroshard and the memory copy that of its host tier (mapped
+in huge pages), the peers torch's.
 
 DeepSpeed's kernel takes parameters and gradients of one type: for the job it needs an fp32 copy of the gradients (made
 while they arrive from the device) and a cast of the masters (deepspeed/runtime/zero/stage_1_and_2.py does both, over
@@ -20,7 +22,6 @@ in the same place, and its bf16 mode, which has no masters: 22 bytes, other resu
 from __future__ import annotations
 
 import contextlib
-import mmap
 import random
 import statistics
 import sys
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 
 from zeroshard.bench.figures import BUSY_CORE_SHARE
 from zeroshard.cli.arguments import Parser, UsageError
+from zeroshard.memory.aligned import empty_aligned
 from zeroshard.optim import kernels
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -49,7 +51,7 @@ GOALS = (  # name of the peer, what is compared, at least
 
 
 class Memory:
-    """The tensors that all contenders share, touched before anything is timed; 36 bytes a parameter."""
+    """The tensors that contenders share, touched before anything is timed; 36 bytes a parameter."""
 
     def __init__(self, numel: int, huge_pages: bool) -> None:
         self.numel, self._huge_pages = numel, huge_pages
@@ -63,9 +65,7 @@ class Memory:
     def _new(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         if not self._huge_pages:
             return torch.empty(numel, dtype=dtype)
-        pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=dtype)
+        return empty_aligned(numel * dtype.itemsize).view(dtype)
 
     def state(self, step: Any) -> dict[str, Any]:
         return {"step": step, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
@@ -150,7 +150,7 @@ def _deepspeed(memory: Memory) -> list[Contender]:
 
 def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]]:
     """Those that can run, and rows that say why the others cannot."""
-    found, skipped = _copy(memory), []
+    found, skipped = [], []
     if deepspeed:
         try:
             found += _deepspeed(memory)
@@ -177,9 +177,9 @@ def measure(
     parameters: g_parameters_s and ratio are None. A contender that cannot run has name and skipped.
     """
     with closing(kernels.Team(threads)) as team, kernels.stepping_threads(threads):
-        memory = Memory(numel, huge_pages)
-        peers, skipped = _peers(memory, deepspeed)
-        contenders = _zeroshard(memory, threads, team, chunks) + peers
+        memory = Memory(numel, huge_pages=True)
+        peers, skipped = _peers(Memory(numel, huge_pages=False) if not huge_pages else memory, deepspeed)
+        contenders = _zeroshard(memory, threads, team, chunks) + _copy(memory) + peers
         samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
         for number in range(rounds + 1):  # the first warms up
             # who follows whom changes: a large cache holds what the last one left
@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--rounds", type=int, default=7, help="timed steps of each contender")
     add("--threads", type=int, nargs="+", default=None, help="thread counts; default: 1 and the number of cores")
     add("--chunks", action="store_true", help="zeroshard over chunk lengths as well")
-    add("--huge-pages", action="store_true", help="all tensors in 2 MiB pages (MADV_HUGEPAGE)")
+    add("--huge-pages", action="store_true", help="the peers' tensors in 2 MiB pages, too")
     add("--no-deepspeed", action="store_true", help="leave DeepSpeed out (its extension takes a minute to build once)")
     try:
         given = parser.parse(sys.argv[1:] if argv is None else argv)
