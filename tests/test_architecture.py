@@ -19,11 +19,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
     ("errors", "compat", "version"),
-    ("config", "layout", "schedule", "precision", "optim.record"),  # pure
+    ("config", "layout", "boxes", "schedule", "precision", "optim.record"),  # pure
     ("memory.ledger",),
     ("comm",),  # the interface and its backends
     ("memory",),  # pools, tiers, files
-    ("sharded",),  # the tensor subclass
+    ("sharded", "localbox"),  # the tensor subclass, and what checkpoint tools see of it
     ("buffer", "tiles"),  # layout x placement; parts of parameters
     ("unit",),
     ("partition", "build"),

@@ -20,7 +20,7 @@ from .api import (
     shard,
 )
 from .birth import init
-from .checkpoint import Loaded, Save, load, save
+from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .config import Config, Offload
 from .errors import (
     BaseModelMismatch,
@@ -52,12 +52,12 @@ from .weights import save_safetensors
 from .whole import gathered
 
 __all__ = [
-    "__version__",
     "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
-    "CheckpointNotFound", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Lion",
-    "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError",
-    "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord",
-    "SwapError", "ZeroshardError", "accumulate", "activation_report", "backward", "checkpoint_activations",
-    "clip_grad_norm_", "close", "full_gradients", "full_optimizer_state", "full_state_dict", "gathered",
-    "init", "io", "load", "report", "save", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
+    "CheckpointNotFound", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Exported",
+    "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload",
+    "OffloadIOError", "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedSampler", "ShardedWriteError",
+    "StallError", "StepRecord", "SwapError", "ZeroshardError", "__version__", "accumulate", "activation_report",
+    "backward", "checkpoint_activations", "clip_grad_norm_", "close", "export", "full_gradients",
+    "full_optimizer_state", "full_state_dict", "gathered", "init", "inspect_checkpoint", "io", "load", "report",
+    "save", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ from .build import (
     optimizer_groups,
     swap,
 )  # fmt: skip
+from .checkpoint.opening import open_weights
 from .comm import world
 from .comm.base import Comm
 from .config import Config
@@ -55,7 +56,7 @@ def shard(
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...), laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed), or a Comm.
-        weights: a safetensors file or folder; every rank reads only its slices.
+        weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
@@ -74,7 +75,7 @@ def shard(
     check_same_model(group, specs, config)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
-    stored = streaming.index_folder(weights) if weights is not None else {}
+    stored = open_weights(group, weights, model, specs) if weights is not None else {}
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)

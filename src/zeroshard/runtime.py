@@ -176,6 +176,8 @@ class Runtime:
 
     def exit(self, unit: Unit, output: Any) -> None:
         """A forward inside the unit has ended (output None: by an exception)."""
+        if unit.depth == 0:
+            return  # it was refused before it began
         unit.depth -= 1
         if unit.depth > 0 or unit.pinned:
             return

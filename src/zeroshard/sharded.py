@@ -13,7 +13,7 @@ state dicts, `numel()` and initialisation code work as on one process. What an o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .errors import ShardedAccessError, ShardedWriteError
+from .localbox import chunk_list, shard_at, write_items
 
 aten = torch.ops.aten
 
@@ -124,6 +125,25 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """The whole tensor, a copy, on every rank (collective)."""
         return self._home.gather_local(self._local).view(self.shape)
+
+    def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
+        """Set elements of this rank's slice, wherever it rests; which, as in torch.as_strided."""
+        _begin_write(self)
+        local = self._local
+        local.as_strided(size, stride, local.storage_offset() + offset).copy_(values)
+        stop = offset + 1 + sum((s - 1) * t for s, t in zip(size, stride, strict=True))
+        _end_write(self, local[offset:stop], offset)
+
+    # torch.distributed.checkpoint asks these of tensors (torch/distributed/_checkpointable.py)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return shard_at(self, index)
 
 
 class ShardedParameter(ShardedTensor):
@@ -247,11 +267,12 @@ def _begin_write(tensor: ShardedTensor) -> None:
         tensor._home.before_write()
 
 
-def _end_write(tensor: ShardedTensor, local: Tensor) -> None:
+def _end_write(tensor: ShardedTensor, local: Tensor, offset: int = 0) -> None:
+    """local: what elements [offset, offset + n) of the slice have become."""
     if isinstance(tensor, ShardedParameter) or tensor._of_parameter:
-        tensor._home.after_write(local)
+        tensor._home.after_write(local, offset)
     elif tensor._of_gradient:
-        tensor._home.after_gradient_write(local)
+        tensor._home.after_gradient_write(local, offset)
 
 
 def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:

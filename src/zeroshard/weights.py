@@ -37,7 +37,7 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
@@ -171,11 +171,12 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTens
 
 @torch.no_grad()
 def stream(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor]) -> None:
-    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name."""
+    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays."""
     runtime.comm.fence_write()
     for group in runtime.groups:
         for index, spec in enumerate(group.specs):
-            _stream_parameter(group, index, found[spec.name])
+            if spec.name in found:
+                _stream_parameter(group, index, found[spec.name])
     for name, buffer in runtime.model.named_buffers():
         if name in stored:
             whole = torch.empty(buffer.numel(), dtype=buffer.dtype)
@@ -267,7 +268,7 @@ class _FileLayout:
             found[key] = (name, part)
             if key is name:
                 others[name] = value
-        header, whole = _header(path, tensors, metadata)
+        header, whole = safetensors_header(path, tensors, metadata)
         nbytes = len(header) + sum(at.nbytes for at in whole.values())
         return cls(path, header, nbytes, {key: whole[name].cut(part) for key, (name, part) in found.items()}, others)
 
@@ -293,12 +294,12 @@ def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dt
     if not isinstance(value, Tensor):
         raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
     dtype = wanted if wanted is not None and value.is_floating_point() else value.dtype
-    if dtype not in _NAMES:
-        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, _NAMES))}.")
+    if dtype not in SAFETENSORS_NAMES:
+        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}.")
     return dtype
 
 
-def _header(
+def safetensors_header(
     path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
     """The header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
@@ -307,7 +308,7 @@ def _header(
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": (begins[name], end)}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": (begins[name], end)}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text

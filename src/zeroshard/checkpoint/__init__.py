@@ -1,6 +1,8 @@
 """Checkpoints: saved in parallel, complete or invisible, loadable anywhere (docs/checkpoint-format.md)."""
 
+from .export import Exported, export
+from .inspect import Inspection, inspect_checkpoint
 from .loading import Loaded, load
 from .saving import Save, save
 
-__all__ = ["Loaded", "Save", "load", "save"]
+__all__ = ["Exported", "Inspection", "Loaded", "Save", "export", "inspect_checkpoint", "load", "save"]

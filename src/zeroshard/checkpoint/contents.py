@@ -29,7 +29,7 @@ from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime
 from ..tiles import Part, part_of, whole_name
 from ..unit import ParamGroup
-from .boxes import Box, boxes_of
+from ..boxes import Box, boxes_of
 from .dcp import MAX_BLOB_NBYTES, storable
 
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (
@@ -132,9 +132,9 @@ def _first(group: ParamGroup, index: int) -> bool:
 
 def _add_values(contents: Contents, runtime: Runtime, group: ParamGroup, wanted: bool) -> None:
     for index, (name, part) in enumerate(names_of_group(group)):
-        for owner, attribute in group.specs[index].owners[1:] if part is None else ():
+        for owner, attribute in group.specs[index].owners[1:]:
             alias = _name_in(runtime, owner, attribute)
-            contents.ties[alias] = name
+            contents.ties[alias if part is None else whole_name(alias)] = name
         if not wanted:
             contents.frozen.append((group, index))
             continue

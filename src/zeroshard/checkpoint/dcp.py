@@ -15,8 +15,9 @@ from __future__ import annotations
 import io
 import pickle
 import struct
+import sys
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from .boxes import Box
+from ..boxes import Box
 
 ALIGN = 64  # of the data of a blob, if the blob begins at such a multiple; as torch.save does
 MAX_BLOB_NBYTES = 1 << 30  # below what needs the 64-bit form of zip
@@ -43,29 +44,29 @@ def storable(dtype: torch.dtype) -> bool:
 
 
 class _Described:
-    """Pickles as a contiguous tensor over storage '0'."""
+    """Pickles as a contiguous tensor over the storage of that key."""
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.dtype, self.shape = dtype, shape
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], key: str = "0") -> None:
+        self.dtype, self.shape, self.key = dtype, shape, key
 
     def __reduce__(self) -> tuple:
         stride, strides = 1, []
         for size in reversed(self.shape):
             strides.append(stride)
             stride *= max(size, 1)
-        storage = _StorageOf(self.dtype, torch.Size(self.shape).numel())
+        storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
         return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict())
 
 
 class _StorageOf:
-    def __init__(self, dtype: torch.dtype, numel: int) -> None:
-        self.dtype, self.numel = dtype, numel
+    def __init__(self, dtype: torch.dtype, numel: int, key: str) -> None:
+        self.dtype, self.numel, self.key = dtype, numel, key
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _StorageOf):
-            return ("storage", _STORAGES[value.dtype], "0", "cpu", value.numel)
+            return ("storage", _STORAGES[value.dtype], value.key, "cpu", value.numel)
         return None
 
 
@@ -112,29 +113,29 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     return prefix, archive.end()
 
 
-def data_offset(path: Path, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Where in a file the bytes of the tensor lie whose torch.save form is the blob at [offset, offset + nbytes).
+def make_state_dict_file(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str]
+) -> dict[str, int]:
+    """Make a file of torch.save, of a state dict, without the tensors' bytes; where those of each tensor are to be written.
 
-    Raises OSError if that is not a blob of a tensor of this size.
+    tensors: name -> (dtype, shape). ties: another name -> name; they share storage, as they did in a model.
     """
-    import zipfile
-
-    with open(path, "rb") as file:
-        blob = _Window(file, offset, nbytes)
-        try:
-            with zipfile.ZipFile(blob) as archive:
-                entries = [entry for entry in archive.infolist() if "/data/" in entry.filename]
-        except zipfile.BadZipFile as error:
-            raise OSError(f"{path}: expected a tensor at byte {offset}, found none ({error})") from None
-        wanted = torch.Size(shape).numel() * dtype.itemsize
-        if len(entries) != 1 or entries[0].file_size < wanted or entries[0].compress_type:
-            raise OSError(f"{path}: expected a tensor of {wanted} bytes at byte {offset}, found {len(entries)} storages")
-        blob.seek(entries[0].header_offset + 26)
-        name_nbytes, extra_nbytes = struct.unpack("<HH", blob.read(4))
-    return offset + entries[0].header_offset + 30 + name_nbytes + extra_nbytes
+    keys = {name: str(number) for number, name in enumerate(tensors)}
+    state = {name: _Described(*tensors[name], keys[name]) for name in tensors}
+    state |= {alias: _Described(*tensors[name], keys[name]) for alias, name in ties.items()}
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(state)
+    writer = torch._C.PyTorchFileWriter(str(path))  # what torch.save uses: knows files and entries of more than 4 GiB
+    writer.write_record("data.pkl", pickled.getvalue(), len(pickled.getvalue()))
+    writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
+    for name, (dtype, shape) in tensors.items():
+        writer.write_record_metadata(f"data/{keys[name]}", torch.Size(shape).numel() * dtype.itemsize)
+    writer.write_end_of_file()
+    reader = torch._C.PyTorchFileReader(str(path))
+    return {name: reader.get_record_offset(f"data/{key}") for name, key in keys.items()}
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """Bytes [offset, offset + nbytes) of a file as a file."""
 
     def __init__(self, file: Any, offset: int, nbytes: int) -> None:

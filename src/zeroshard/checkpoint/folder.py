@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointNotFound
@@ -78,21 +79,43 @@ class Draft:
             raise
 
     def publish(self) -> Path:
-        """Give the complete checkpoint its name, for good, and point `latest` to it."""
-        target = self.root / self.name
-        (self.path / LOCK).unlink()
-        sync(self.path)
-        old = None
-        if target.exists():
-            old = self.root / f".{self.name}.{self.token}.old"
-            os.rename(target, old)
-        os.rename(self.path, target)
-        sync(self.root)
-        write_whole(self.root / LATEST, f"{self.name}\n".encode())
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
+        """Give the complete checkpoint its name, for good, and point `latest` to it. Raises OSError, with nothing changed.
+
+        The pointer comes first: as long as there is no checkpoint of that name it is as good as none, and one rename makes
+        both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
+        """
+        target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
+        pointer, replaces = self.root / LATEST, target.exists()
+        before = pointer.read_bytes() if pointer.is_file() else None
+        write_whole(self.path / LATEST, f"{self.name}\n".encode())
+        try:
+            if replaces:
+                os.rename(target, old)
+            else:
+                os.replace(self.path / LATEST, pointer)
+            os.rename(self.path, target)
+            if replaces:
+                os.replace(target / LATEST, pointer)
+            sync(self.root)
+        except OSError:
+            self._take_back(target, old, before)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+        (target / LOCK).unlink(missing_ok=True)  # only now: a draft without it would be taken for abandoned
         self._unlock()
         return target
+
+    def _take_back(self, target: Path, old: Path, pointed: bytes | None) -> None:
+        """A save that fails leaves the folder as it found it: a checkpoint that was disowned would be in the way."""
+        with suppress(OSError):
+            if target.exists() and not self.path.exists():
+                os.rename(target, self.path)
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            if pointed is None:
+                (self.root / LATEST).unlink(missing_ok=True)
+            elif (self.root / LATEST).read_bytes() != pointed:
+                write_whole(self.root / LATEST, pointed)
 
     def discard(self) -> None:
         """Remove what was written; the inverse of making it. Does nothing to what is published."""
@@ -109,7 +132,7 @@ def sweep(root: Path) -> int:
     """Remove drafts of saves that ended before their time, and old checkpoints that were replaced; how many."""
     count = 0
     for path in sorted(root.glob(".*.tmp")):
-        if path.is_dir() and _abandoned(path):
+        if path.is_dir() and abandoned(path / LOCK):
             shutil.rmtree(path, ignore_errors=True)
             count += 1
     for path in sorted(root.glob(".*.old")):
@@ -122,9 +145,21 @@ def sweep(root: Path) -> int:
     return count
 
 
-def _abandoned(draft: Path) -> bool:
+def hold(path: Path) -> int | None:
+    """Lock a file until the descriptor is closed, or this process is gone. None where the filesystem has no locks."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fd = os.open(draft / LOCK, os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def abandoned(lock: Path) -> bool:
+    """Whether nobody holds the lock on a file, or it is gone."""
+    try:
+        fd = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
         return True
     except OSError:

@@ -8,24 +8,21 @@ states: the whole), some MiB at a time.
 
 from __future__ import annotations
 
-import io
+import math
 import os
 import pickle
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import xxhash
 from torch import Tensor, nn
 
 from .. import weights
-from ..comm.base import Comm
 from ..errors import (
     BaseModelMismatch,
-    CheckpointCorrupt,
     CheckpointError,
     CheckpointMismatch,
     ConfigError,
@@ -37,15 +34,16 @@ from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
 from ..tiles import part_of
 from . import contents as holding
-from . import folder as places
-from .datafile import DIGEST_NBYTES
 from .identity import Identity, identify
-from .manifest import Manifest, ObjectEntry
+from .opened import Opened
+from .opening import agreed, open_any
 from .saving import check_idle, core_of
-from .stored import StoredBoxes, stored_tensors
+from .stored import Reading, Stored
 
-_READ_NBYTES = 4 << 20
-T = TypeVar("T")
+EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
+_CHUNK_NUMEL = 1 << 20  # elements compared at a time
+_KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
 
 
 @dataclass
@@ -70,9 +68,11 @@ def load(
     rng: bool = True,
     trusted: bool = False,
 ) -> Loaded:
-    """Load a checkpoint of `zs.save` into a sharded model and optimizer, in place (collective).
+    """Load a checkpoint into a sharded model and optimizer, in place (collective).
 
-    World size, stage, tiers, precision, units and tiles may differ from those that saved it.
+    World size, stage, tiers, precision, units and tiles may differ from those that saved it. Also taken are safetensors, files
+    of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
+    options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
 
     Args:
         path: a checkpoint, or a folder of checkpoints: then `name`, or the newest complete one.
@@ -93,22 +93,19 @@ def load(
     core = core_of(runtime, optimizer, "zs.load")
     check_idle(runtime, "zs.load")
     comm = runtime.comm
-    folder, manifest = open_checkpoint(comm, path, name)
-    agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest))
-    if verify:
-        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, comm.rank, comm.world_size))
-    loading = _Loading(runtime, core, folder, manifest, trusted)
+    opened = open_any(comm, path, name, verify=verify, trusted=trusted)
+    loading = _Loading(runtime, core, opened)
     extras = agreed(comm, "zs.load: comparing", lambda: loading.compare(extra or {}))
     loading.check_base()
     try:
         loading.take()
     except BaseException as error:
-        runtime.unusable = f"{folder} could not be loaded to its end ({error}): load a checkpoint again before you go on."
+        runtime.unusable = f"{opened.path} could not be loaded to its end ({error}): load a checkpoint again before you go on."
         if not isinstance(error, ZeroshardError):
             comm.abort(f"rank {comm.rank}: {error}", CheckpointError(runtime.unusable))
         raise
     runtime.unusable = ""
-    result = Loaded(folder, int(manifest.facts["step"]), manifest.facts, extras)
+    result = Loaded(opened.path, opened.step, opened.facts, extras)
     for key, target in (extra or {}).items():
         if target is not None:
             target.load_state_dict(extras[key])
@@ -118,123 +115,14 @@ def load(
     return result
 
 
-def agreed(comm: Comm, label: str, action: Callable[[], T]) -> T:
-    """Carry out an action; if it raises one of our errors or OSError on one rank, every rank raises that (collective)."""
-    problem, result = None, None
-    try:
-        result = action()
-    except (ZeroshardError, OSError) as error:
-        problem = error
-    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(problem), label)]
-    found = next((p for p in everyone if p is not None), None)
-    if found is not None:
-        raise found
-    return result  # type: ignore[return-value]
-
-
-def open_checkpoint(comm: Comm, path: str | os.PathLike, name: str | None) -> tuple[Path, Manifest]:
-    """The checkpoint that rank 0 finds, and its manifest (collective)."""
-    found: Path | None = None
-
-    def find() -> None:
-        nonlocal found
-        if comm.rank == 0:
-            found = places.find(Path(path), name)
-
-    agreed(comm, "zs.load: find", find)
-    folder = pickle.loads(comm.exchange(pickle.dumps(found), "zs.load: which")[0])
-    return folder, agreed(comm, "zs.load: manifest", lambda: _hinted(folder, lambda: Manifest.read(folder)))
-
-
-def _hinted(folder: Path, action: Callable[[], T]) -> T:
-    """Where a file is damaged, name the checkpoint before."""
-    try:
-        return action()
-    except CheckpointCorrupt as error:
-        earlier = places.previous(folder)
-        hint = f"The complete checkpoint before it: {earlier}" if earlier is not None else "There is none before it"
-        raise CheckpointCorrupt(error.file, error.offset, error.expected, error.actual, f"{hint}.") from None
-
-
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointCorrupt where a file is missing or truncated."""
-
-    def check() -> None:
-        for file in manifest.files:
-            try:
-                nbytes = (folder / file.name).stat().st_size
-            except FileNotFoundError:
-                raise CheckpointCorrupt(str(folder / file.name), 0, f"{file.nbytes:,} bytes", "no file") from None
-            if nbytes != file.nbytes:
-                at = min(nbytes, file.nbytes)
-                raise CheckpointCorrupt(str(folder / file.name), at, f"{file.nbytes:,} bytes", f"{nbytes:,} bytes")
-
-    _hinted(folder, check)
-
-
-def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> int:
-    """Compare the checksums of this rank's share of all blocks; bytes read. Raises CheckpointCorrupt."""
-    blocks = [(file, number) for file in manifest.files for number in range(len(file.digests))]
-    mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
-
-    def check() -> int:
-        total, buffer, at = 0, memoryview(bytearray(_READ_NBYTES)), 0
-        per_read = _READ_NBYTES // DIGEST_NBYTES
-        while at < len(mine):
-            file, first = mine[at]
-            count = 1
-            while count < per_read and at + count < len(mine) and mine[at + count][0] is file:
-                count += 1
-            total += _check_blocks(folder / file.name, file.digests[first : first + count], first * DIGEST_NBYTES, file.nbytes, buffer)
-            at += count
-        return total
-
-    return _hinted(folder, check)
-
-
-def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> int:
-    nbytes = min(len(digests) * DIGEST_NBYTES, file_nbytes - offset)
-    with open(path, "rb", buffering=0) as file:
-        got = 0
-        while got < nbytes:
-            count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
-            if count == 0:
-                raise CheckpointCorrupt(str(path), offset + got, f"{file_nbytes:,} bytes", f"{offset + got:,} bytes")
-            got += count
-    for number, expected in enumerate(digests):
-        begin = number * DIGEST_NBYTES
-        actual = xxhash.xxh3_64_hexdigest(buffer[begin : min(begin + DIGEST_NBYTES, nbytes)])
-        if actual != expected:
-            raise CheckpointCorrupt(str(path), offset + begin, f"checksum {expected}", f"checksum {actual}")
-    return nbytes
-
-
-def read_object(folder: Path, manifest: Manifest, entry: ObjectEntry, trusted: bool = False) -> Any:
-    """A plain value. Raises CheckpointError where it is of a class that torch does not load by itself."""
-    path = folder / manifest.files[entry.file].name
-    with open(path, "rb") as file:
-        file.seek(entry.offset)
-        content = io.BytesIO(file.read(entry.nbytes))
-    try:
-        return torch.load(content, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: an object of a class that is not loaded without your word: pass trusted=True if you trust whoever wrote "
-            f"this checkpoint ({str(error).splitlines()[0]})"
-        ) from None
-
-
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest, trusted: bool) -> None:
-        self.runtime, self.core, self.folder, self.manifest, self.trusted = runtime, core, folder, manifest, trusted
+    def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened) -> None:
+        self.runtime, self.core, self.opened = runtime, core, opened
         self.comm = runtime.comm
-        self.stored = stored_tensors(folder, manifest)
-        self.model = {n.removeprefix(holding.MODEL): t for n, t in self.stored.items() if n.startswith(holding.MODEL)}
-        for alias, first in manifest.ties.items():
-            self.model.setdefault(alias, self.model[first]) if first in self.model else None
-        self.found: dict[str, Any] = {}  # parameter -> where it is stored
+        self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
+        self.found: dict[str, Stored] = {}  # parameter -> where it is stored
         self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
@@ -243,41 +131,73 @@ class _Loading:
 
     def compare(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Raise where the checkpoint does not fit; the saved extras."""
-        missing, mismatched, used = [], [], set()
+        missing, mismatched, untied, used = [], [], [], set()
+        self._fit()
+        model = self.opened.model
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 spec = group.specs[index]
-                at = next((n for n in (name, *weights.names_of(self.runtime.model, spec)) if n in self.model), None)
-                shape = spec.shape if part is None else part.shape
-                if at is not None:
-                    used.add(at)
-                    if self.model[at].shape == tuple(shape):
-                        self.found[spec.name] = self.model[at].cut(part)
-                    else:
-                        mismatched.append(f"{name}: saved {self.model[at].shape}, wanted {tuple(shape)}")
-                elif not group.trainable and self.manifest.facts["trained_only"]:
+                names = [n for n in dict.fromkeys((name, *weights.names_of(self.runtime.model, spec))) if n in model]
+                shape = tuple(spec.shape if part is None else part.shape)
+                if names:
+                    used.update(names[:1] if self.opened.ours else names)
+                    mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
+                    others = [] if self.opened.ours else names[1:]
+                    untied += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
+                               for n in others if self._differ(model[names[0]], model[n])]  # fmt: skip
+                    self.found[spec.name] = model[names[0]].cut(part)
+                elif not group.trainable and self.opened.trained_only:
                     self.left_out.append((group, index))
                 else:
-                    missing.append(f"{name} {tuple(shape)}")
-        problems = self._compare_buffers(missing, mismatched, used)
+                    missing.append(f"{name} {shape}")
+        problems = untied + self._compare_buffers(missing, mismatched, used)
         problems += self._compare_optimizer()
         if problems:
-            raise CheckpointMismatch(f"{self.folder} does not fit the model; nothing was changed.\n" + "\n".join(problems))
+            raise CheckpointMismatch(f"{self.opened.path} does not fit the model; nothing was changed.\n" + "\n".join(problems))
         return self._extras(extra)
+
+    def _fit(self) -> None:
+        """Make names of foreign checkpoints those of the model: wrappers' prefixes, ties."""
+        if self.opened.ours:
+            return
+        for group in self.runtime.groups:
+            for spec, (name, _) in zip(group.specs, holding.names_of_group(group), strict=True):
+                self.aliases |= {alias: name for alias in weights.names_of(self.runtime.model, spec) if alias != name}
+                self.aliases.pop(name, None)
+        names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
+        self.opened.fit(names | self.aliases.keys() | dict(self.runtime.model.named_buffers()).keys())
+
+    def _differ(self, one: Stored, other: Stored) -> bool:
+        """Whether two stored tensors of one shape have other values, in this rank's part of them."""
+        if one is other or one == other or one.shape != other.shape:
+            return False
+        numel, (rank, ranks) = math.prod(one.shape), (self.comm.rank, self.comm.world_size)
+        for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _CHUNK_NUMEL):
+            count = min(_CHUNK_NUMEL, numel * (rank + 1) // ranks - start)
+            values = [torch.empty(count, dtype=one.dtype) for _ in range(2)]
+            one.read(start, values[0])
+            other.read(start, values[1])
+            if not torch.equal(*values):
+                return True
+        return False
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
         params = {id(param) for group in self.runtime.groups for param in group.params}
+        model, ties = self.opened.model, self.opened.ties
         for name, value in self.runtime.model.state_dict(keep_vars=True).items():
             if id(value) in params or not isinstance(value, Tensor):
                 continue
             used.add(name)
-            if name not in self.model:
+            if name.endswith(EXTRA_STATE):  # a tensor of any shape, today
+                continue
+            if name not in model:
                 missing.append(f"{name} {tuple(value.shape)} (buffer)")
-            elif self.model[name].shape != tuple(value.shape):
-                mismatched.append(f"{name}: saved {self.model[name].shape}, wanted {tuple(value.shape)} (buffer)")
-        same = {first for alias, first in self.manifest.ties.items() if alias in used} | self.manifest.ties.keys()
-        unexpected = [f"{n} {t.shape}" for n, t in self.model.items() if n not in used | same]
-        missing = [f"{m}{did_you_mean(m.split(' ')[0], [u.split(' ')[0] for u in unexpected])}" for m in dict.fromkeys(missing)]
+            elif model[name].shape != tuple(value.shape):
+                mismatched.append(f"{name}: saved {model[name].shape}, wanted {tuple(value.shape)} (buffer)")
+        same = {first for alias, first in ties.items() if alias in used} | ties.keys()
+        unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
+        known = [entry.split(" ")[0] for entry in unexpected]
+        missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
         lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected, "of another shape": mismatched}
         return [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
@@ -285,54 +205,72 @@ class _Loading:
         """What does not fit the optimizer; where all does, its states are found."""
         if self.core is None:
             return []
-        if holding.GROUPS not in self.manifest.objects:
+        if self.opened.groups is None:
             return ["  the checkpoint has no optimizer states: load it with optimizer=None"]
-        own, saved = type(self.core.outer).__name__.removeprefix("Sharded"), self.manifest.facts["optimizer"]
-        if own != saved:
+        own, saved = type(self.core.outer).__name__.removeprefix("Sharded"), self.opened.optimizer
+        if saved is not None and own != saved:
             return [f"  optimizer: saved {saved}, wanted {own}: load it with optimizer=None to take the model alone"]
-        self.groups = self._object(holding.GROUPS)
+        self.groups = self.opened.groups
         present = holding.param_groups(self.runtime, self.core)
         if len(self.groups) != len(present):
             return [f"  optimizer: saved {len(self.groups)} parameter groups, wanted {len(present)}"]
-        problems = []
+        problems = [] if self.opened.ours else self._name_members(present)
+        if problems:
+            return problems
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
-            differing = sorted(set(given["params"]) ^ set(mine["params"]))
+            differing = sorted(set(map(str, given["params"])) ^ set(mine["params"]))
             if differing:
                 problems.append(f"  optimizer group {number}: {len(differing)} members differ, first {', '.join(differing[:5])}")
-        self._find_states()
-        return problems
+        return problems or self._find_states()
 
-    def _find_states(self) -> None:
-        entries: dict[str, dict[str, Any]] = {}
-        for name, stored in self.stored.items():
-            if name.startswith(holding.STATE):
-                *_, parameter, key = self.manifest.tensors[name].keys
-                entries.setdefault(parameter, {})[key] = stored
-        for name in self.manifest.objects:
-            if name.startswith(holding.STATE):
-                parameter, _, key = name.removeprefix(holding.STATE).rpartition(".")
-                entries.setdefault(parameter, {})[key] = self._object(name)
+    def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
+        """Foreign groups may number their members, or use other names of tied ones; other kinds of optimizers."""
+        names: dict[Any, str] = dict(self.aliases)
+        for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
+            kinds = [_KINDS & group.keys() for group in (given, mine)]
+            if kinds[0] != kinds[1]:
+                options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
+                told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
+                return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
+            numbered = [member for member in given["params"] if isinstance(member, int)]
+            if numbered and len(given["params"]) != len(mine["params"]):
+                return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
+            names |= dict(zip(numbered, mine["params"], strict=False))
+        for group in self.groups:
+            group["params"] = [names.get(member, member) for member in group["params"]]
+        self.opened.states = {names.get(key, key): state for key, state in self.opened.states.items()}
+        return []
+
+    def _find_states(self) -> list[str]:
+        """Note the state of every parameter; those that no state of this library can take."""
+        entries, problems = self.opened.states, []
         counters = {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
-            if not isinstance(stored, StoredBoxes) or (stored.shape == () and self._shape(name) != ())
+            if not _is_stored(stored) or (stored.shape == () and self._shape(name) != ())
         }  # fmt: skip
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 state = SavedState()
                 for key, stored in entries.get(name, {}).items():
-                    if not isinstance(stored, StoredBoxes):
+                    if not _is_stored(stored):
                         state.scalars[key] = stored
                     elif key in counters or stored.shape != self._shape(name):
+                        if not self.opened.ours and stored.shape != ():
+                            problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {self._shape(name)}")
+                            continue
                         value = torch.empty(stored.shape, dtype=stored.dtype)
                         stored.read(0, value.view(-1))
                         state.scalars[key] = value
                     else:
                         state.tensors[key] = stored.cut(part)
+                if not self.opened.ours and isinstance(state.scalars.get("step"), int):
+                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]))  # as torch's optimizers have it
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
+        return problems
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return self.model[name].shape if name in self.model else ()
+        return self.opened.model[name].shape if name in self.opened.model else ()
 
     def check_base(self) -> None:
         """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
@@ -349,41 +287,32 @@ class _Loading:
             total = everyone[0][key]
             for other in everyone[1:]:
                 total = total + other[key]
-            saved = self.manifest.frozen.get(key)
+            saved = self.opened.frozen.get(key)
             if saved is None or not total.same(Identity(*saved)):
                 differing.append(f"{key}: saved {saved[2] if saved else 'nothing'}, this model {total.exact}")
         if differing:
             raise BaseModelMismatch(
-                f"{self.folder} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
+                f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
                 f"{len(mine)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Saved extras by name: all of them. Raises where one that is wanted is missing, or is of other ranks."""
-        found: dict[str, Any] = {}
-        per_rank = set(self.manifest.facts["per_rank"])
-        names = {n.removeprefix(holding.EXTRA) for n in self.manifest.objects if n.startswith(holding.EXTRA)}
-        for name in {n.rpartition(".")[0] if n.rpartition(".")[0] in per_rank else n for n in names}:
-            if name not in per_rank:
-                found[name] = self._object(f"{holding.EXTRA}{name}")
-            elif self.comm.world_size == self.manifest.facts["world_size"]:
-                found[name] = self._object(f"{holding.EXTRA}{name}.{self.comm.rank}")
-            elif name in wanted:
-                raise CheckpointMismatch(
-                    f"extra[{name!r}] was saved by {self.manifest.facts['world_size']} ranks, each with a state of its own, and "
-                    f"there are {self.comm.world_size} now: none can be dropped or made up. Load without it, or save one that "
-                    "does not depend on the rank (zs.ShardedSampler)."
-                )
+        found = self.opened.extras
+        for name in sorted(wanted.keys() & self.opened.per_rank):
+            raise CheckpointMismatch(
+                f"extra[{name!r}] was saved by {self.opened.facts['world_size']} ranks, each with a state of its own, and "
+                f"there are {self.comm.world_size} now: none can be dropped or made up. Load without it, or save one that "
+                "does not depend on the rank (zs.ShardedSampler)."
+            )
         absent = sorted(wanted.keys() - found.keys())
         if absent:
-            raise ConfigError(f"zs.load: extra: {', '.join(absent)} not in {self.folder}; it has: {', '.join(sorted(found)) or 'none'}.")
+            has = ", ".join(sorted(found)) or "none"
+            raise ConfigError(f"zs.load: extra: {', '.join(absent)} not in {self.opened.path}; it has: {has}.")
         for name, target in wanted.items():
             if target is not None and not callable(getattr(target, "load_state_dict", None)):
                 raise ConfigError(f"zs.load: extra[{name!r}]: expected an object with load_state_dict, or None, got {target!r}.")
         return found
-
-    def _object(self, name: str) -> Any:
-        return read_object(self.folder, self.manifest, self.manifest.objects[name], self.trusted)
 
     # -- take ------------------------------------------------------------------------------------------------
 
@@ -395,28 +324,43 @@ class _Loading:
             self.core.drain()
         runtime.settle()
         runtime.drop_gradients()
-        weights.stream(runtime, self.found, self.model)
-        self._take_objects()
+        reading = Reading()
+        weights.stream(runtime, reading.guard(self.found), reading.guard(self.opened.model))
+        self._take_extra_state(reading)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
         if self.core is not None:
-            restore(self.core, self.states)
+            states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
+            restore(self.core, states)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
-                mine.update({key: value for key, value in given.items() if key != "params"})
+                taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
+                mine.update({key: given[key] for key in taken})
         self._take_own()
+        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(reading.error), "zs.load: read")]
+        for rank, error in enumerate(everyone):
+            if error is not None:
+                raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error
 
-    def _take_objects(self) -> None:
-        """What modules keep in state dicts that is no tensor."""
-        given = {n.removeprefix(holding.MODEL): self._object(n) for n in self.manifest.objects if n.startswith(holding.MODEL)}
+    def _take_extra_state(self, reading: Reading) -> None:
+        """What modules keep in state dicts besides parameters and buffers."""
         for prefix, module in self.runtime.model.named_modules():
-            key = f"{prefix}._extra_state" if prefix else "_extra_state"
-            if key in given:
-                module.set_extra_state(given[key])
+            key = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
+            if key in self.opened.model:
+                (stored,) = reading.guard({key: self.opened.model[key]}).values()
+                value = torch.empty(stored.shape, dtype=stored.dtype)
+                stored.read(0, value.view(-1))
+                module.set_extra_state(value)
+            elif key in self.opened.module_objects:
+                module.set_extra_state(self.opened.module_objects[key])
 
     def _take_own(self) -> None:
-        own, runtime = self._object(holding.OWN), self.runtime
+        runtime, own = self.runtime, self.opened.progress
         if self.core is None:
+            return
+        if own is None:  # a foreign one: as many steps as it, or its busiest parameter, has taken
+            counts = [int(state.scalars["step"]) for state in self.states.values() if "step" in state.scalars]
+            runtime.steps = self.opened.step or max(counts, default=0)
             return
         runtime.steps = own["steps"]
         if runtime.scaler is not None and own["scaler"] is not None and runtime.scaler.dynamic:
@@ -424,18 +368,23 @@ class _Loading:
 
     def take_generators(self) -> str:
         """Restore random generators; how."""
-        same = self.comm.world_size == self.manifest.facts["world_size"]
-        rank = self.comm.rank if same else 0
-        states = self._object(f"{holding.RNG}{rank}")
-        if same:
+        states = self.opened.generators
+        if states is None:
+            return "left"
+        if self.comm.world_size == self.opened.facts["world_size"]:
             holding.set_generators(states, self.comm.device)
             return "restored"
         seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63
         torch.manual_seed((seed + self.comm.rank) % 2**63)
         if self.comm.rank == 0:
             print(
-                f"zeroshard: {self.folder} was saved by {self.manifest.facts['world_size']} ranks, now there are "
+                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "
                 f"{self.comm.world_size}: random generators are seeded anew from rank 0's",
                 file=sys.stderr,
             )
         return "reseeded"
+
+
+def _is_stored(value: Any) -> bool:
+    """Whether a state is a tensor that is stored, and not a plain value."""
+    return hasattr(value, "read")

@@ -7,6 +7,7 @@ Each rank writes a *part* about its data file (rank-00000.json); rank 0 joins th
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import xxhash
 
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import dcp
-from .boxes import Box
+from ..boxes import Box
 from .datafile import DIGEST_NBYTES, FileLayout
 from .folder import MANIFEST, sync, write_whole
 from .identity import Identity
@@ -105,9 +106,10 @@ class Manifest:
         path = folder / MANIFEST
         content = path.read_bytes()
         text, _, tail = content.decode("utf-8", errors="replace").rpartition(',"checksum":"')
-        actual, expected = xxhash.xxh3_64_hexdigest(text.encode()), tail[:16]
+        actual = xxhash.xxh3_64_hexdigest(text.encode())
         if tail != f'{actual}"}}\n':
-            raise CheckpointCorrupt(str(path), 0, f"checksum {expected or 'at its end'}", f"checksum {actual}")
+            ending = re.fullmatch('([0-9a-f]{16})"}\n', tail)
+            raise CheckpointCorrupt(str(path), 0, f"checksum {ending[1] if ending else 'at its end'}", f"checksum {actual}")
         body = json.loads(content)
         if body.pop("version") > VERSION:
             raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")

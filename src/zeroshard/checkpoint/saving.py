@@ -169,6 +169,8 @@ def save(
     runtime = runtime_of(model)
     core = core_of(runtime, optimizer, "zs.save")
     check_idle(runtime, "zs.save")
+    if runtime.unusable:  # a load ended half-way: what is there is a mixture
+        raise CheckpointError(runtime.unusable)
     plan = _plan(runtime, core, path, step, name, asynchronous, keep_last, keep_every, trained_only, overwrite)
     saver = saver_of(runtime)
     _await_last(saver, if_busy)
@@ -319,6 +321,7 @@ class _Saving:
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
         self.extras = extras
         self.stem = f"rank-{self.comm.rank:05d}"
+        self.held: int | None = None  # the lock that tells that this rank is alive
 
     def run(self) -> Save:
         """Fill, and write: here, or in a thread."""
@@ -335,6 +338,7 @@ class _Saving:
         except BaseException as error:
             writer.abandon()
             if not isinstance(error, (ZeroshardError, MemoryError)):
+                self._let_go()
                 raise
             problem = error
         save = Save(Path(self.plan.root) / self.plan.name, layout.nbytes, self.saver.ring.nbytes if asynchronous else 0)
@@ -379,11 +383,24 @@ class _Saving:
         try:
             path, eager = self.folder / f"{self.stem}.distcp", not self.plan.asynchronous
             writer = FileWriter(path, layout, self.saver.engine, self.saver.ring, eager=eager)
+            self.held = places.hold(path) if self.plan.asynchronous else None
         except OffloadIOError as error:
             problem = write_error(error.file, error.errno, layout.nbytes, f"rank {self.comm.rank}: saving a checkpoint")
-        self._agree(problem, lambda: writer.abandon() if writer is not None else None)
+        except OSError as error:
+            problem = write_error(path, error.errno or EIO, layout.nbytes, f"rank {self.comm.rank}: saving a checkpoint")
+        self._agree(problem, lambda: self._give_up(writer))
         assert writer is not None
         return writer
+
+    def _give_up(self, writer: FileWriter | None) -> None:
+        self._let_go()
+        if writer is not None:
+            writer.abandon()
+
+    def _let_go(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            os.close(held)
 
     def _agree(self, problem: Exception | None, undo: Callable[[], None]) -> None:
         everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(problem), "zs.save")]
@@ -463,6 +480,8 @@ class _Saving:
             except BaseException as error:
                 save._error = error if isinstance(error, Exception) else CheckpointError(f"zs.save: {error!r}")
                 self._tell_failure(save._error)
+            finally:
+                self._let_go()
             save.seconds = time.monotonic() - self.begin
 
         save._settle = lambda: self._settle(save)
@@ -491,9 +510,9 @@ class _Saving:
             missing = [rank for rank in ranks if not (self.folder / f"rank-{rank:05d}.json").exists()]
             if not missing:
                 return self._publish()
-            lost = [rank for rank in missing if not (self.folder / f"rank-{rank:05d}.distcp").exists()]
-            if lost == gone and lost:  # twice in a row: it has no time to tell, or no room
-                return CheckpointError(f"zs.save: {self.plan.name}: the data of ranks {lost} is gone.")
+            lost = [rank for rank in missing if self._lost(rank)]
+            if lost == gone and lost:  # twice in a row: what it has written before it let go is seen by now
+                return CheckpointError(f"zs.save: {self.plan.name}: ranks {lost} ended before they had written their parts.")
             gone = lost
             progress = [self._progress(rank) for rank in missing]
             if progress != seen:
@@ -501,6 +520,11 @@ class _Saving:
             if time.monotonic() - since > patience or self.saver.stopped.is_set():
                 return CheckpointError(f"zs.save: {self.plan.name}: ranks {missing} wrote nothing for {patience:.0f} s.")
             time.sleep(_POLL_S)
+
+    def _lost(self, rank: int) -> bool:
+        """Its process has ended, or it has given up and had no room to tell."""
+        file = self.folder / f"rank-{rank:05d}.distcp"
+        return not file.exists() or (self.held is not None and places.abandoned(file))
 
     def _progress(self, rank: int) -> Any:
         try:

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..tiles import Part
 from ..weights import StoredTensor
-from .boxes import Box
+from ..boxes import Box
 from .manifest import Manifest
+
+
+class Stored(Protocol):
+    """A tensor that is stored somewhere, in whatever pieces."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+
+    def cut(self, part: Part | None) -> Any:
+        """A part of it as a tensor of its own."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,7 @@ class StoredBoxes:
 class StoredPart:
     """Rows, or columns of a matrix, of a stored tensor."""
 
-    whole: StoredBoxes
+    whole: Stored
     part: Part
 
     @property
@@ -74,6 +91,37 @@ class StoredPart:
             first, last = max(within, start), min(within + count, start + out.numel())
             if first < last:
                 self.whole.read(at + first - within, out[first - start : last - start])
+
+
+class Reading:
+    """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use."""
+
+    error: OSError | None = None
+
+    def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
+        """The same tensors, whose errors are kept here."""
+        return {name: _Guarded(tensor, self) for name, tensor in stored.items()}
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    stored: Any
+    reading: Reading
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def read(self, start: int, out: Tensor) -> None:
+        if self.reading.error is None:
+            try:
+                self.stored.read(start, out)
+            except OSError as error:
+                self.reading.error = error
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:

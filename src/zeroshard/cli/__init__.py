@@ -8,6 +8,8 @@ from .arguments import UsageError, closest
 
 COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
+    "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
+    "inspect": ("zeroshard.cli.inspect", "show what is in a checkpoint, and verify its checksums"),
     "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
 }
 CLI_LIBRARIES = frozenset({"rich", "matplotlib", "psutil"})

@@ -14,7 +14,7 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,6 +154,22 @@ class Comm(ABC):
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""
+
+
+def misuse(places: Mapping[int, str | None], world_size: int) -> str:
+    """' zs.save() is collective: ...' where some ranks stand in a verb of this library and the others elsewhere, else ''.
+
+    places: rank -> the label at which it waits; None, or not there: it is somewhere else.
+    """
+    verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
+    if not verbs:
+        return ""
+    verb = next(iter(verbs.values()))
+    entered = sorted(rank for rank, name in verbs.items() if name == verb)
+    missing = sorted(set(range(world_size)) - set(entered))
+    if not missing:
+        return ""
+    return f" {verb}() is collective, that is, every rank must call it: entered by ranks {entered}, missing {missing}."
 
 
 def sum_in_rank_order(parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import compat
 from ..errors import CollectiveMismatch, PeerFailed, StallError, ZeroshardError
-from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
+from .base import Comm, Region, Work, misuse, nonfinite_ranks, sum_in_rank_order
 from .streams import Streams, streams_for
 
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
@@ -86,6 +86,10 @@ def _wait_all(works: list) -> None:
         work.wait()
 
 
+def _verb(label: str) -> str:
+    return f" {label.split(':')[0]}() is collective, that is, every rank must call it." if label.startswith("zs.") else ""
+
+
 class _Explained:
     """Turns errors of c10d into this library's, with the failed peer's own words where it left some."""
 
@@ -106,7 +110,7 @@ class _Explained:
         if "imed out" in str(error) or "imeout" in str(error):
             raise StallError(
                 f"rank {self.comm.rank} waited {self.comm.stall_timeout_s:.0f} s at '{self.label}'. "
-                "Did all ranks run the same modules and calls?"
+                f"Did all ranks run the same modules and calls?{_verb(self.label)}"
             ) from error
         if "onnection" in str(error):
             raise PeerFailed(-1, f"a peer closed its connection ({error})", self.label) from error
@@ -197,7 +201,8 @@ class DistComm(Comm):
             results.append(frame[8 + name_len : 8 + name_len + length])
         if len(set(labels)) > 1:
             places = "; ".join(f"rank {rank}: {at}" for rank, at in enumerate(labels))
-            raise CollectiveMismatch(f"ranks entered different operations ({places}).")
+            hint = misuse(dict(enumerate(labels)), self.world_size)
+            raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
         return results
 
     def _all_gather_bytes(self, body: bytes, nbytes: int) -> list[bytes]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveMismatch, PeerFailed, StallError
-from .base import Comm, Region, Work, nonfinite_ranks, sum_in_rank_order
+from .base import Comm, Region, Work, misuse, nonfinite_ranks, sum_in_rank_order
 from .streams import streams_for
 from .transport import Transport
 
@@ -179,7 +179,7 @@ class SharedComm(Comm):
             places = "; ".join(f"rank {peer}: {at}" for peer, at in sorted(labels.items()))
             raise CollectiveMismatch(
                 f"ranks entered different operations ({places}). Every rank must run the same sequence of "
-                "zeroshard calls (steps, evaluations, saves)."
+                f"zeroshard calls (steps, evaluations, saves).{misuse(labels, self.world_size)}"
             )
         return results
 
@@ -284,6 +284,7 @@ class SharedComm(Comm):
             note = self._notes.get(peer)
             places.append(f"rank {peer} waits at '{note[1]}'" if note else f"rank {peer} computes or sleeps")
         text = f"no progress for {waited:.0f} s: " + "; ".join(places) + ". Did all ranks run the same modules and calls?"
+        text += misuse({self.rank: label} | {peer: self._notes[peer][1] for peer in seen if peer in self._notes}, self.world_size)
         self.abort(text)
         raise StallError(text)
 

@@ -1,0 +1,276 @@
+"""zs.export: from a checkpoint to files that others read, on one process, some MiB at a time.
+
+    safetensors   OUT/model.safetensors, or
+                  OUT/model-00001-of-00002.safetensors ... and OUT/model.safetensors.index.json; OUT/config.json if it is known
+    torch         OUT: one file of a state dict, as torch.save(model.state_dict(), OUT) writes it
+
+Everything is written under a hidden name and gets its own when all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ConfigError
+from ..weights import SAFETENSORS_NAMES, StoredTensor, safetensors_header
+from . import dcp
+from .folder import sync
+from .opened import Opened
+from .opening import Alone, open_any
+from .saving import write_error
+from .stored import Stored
+
+CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
+FORMATS = ("safetensors", "torch")
+_CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `zs.export` wrote. nbytes: of all files; ties: another name -> the name that was written."""
+
+    path: Path
+    files: tuple[str, ...]
+    nbytes: int
+    tensors: int
+    numel: int
+    ties: dict[str, str]
+    trained_only: bool
+
+
+def export(
+    path: str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    name: str | None = None,
+    dtype: torch.dtype | None = None,
+    format: str = "safetensors",
+    max_shard_nbytes: int = 5_000_000_000,
+    config: Mapping[str, Any] | str | os.PathLike | None = None,
+    prefix: str = "",
+    verify: bool = True,
+) -> Exported:
+    """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
+
+    Needs one process, no process group, device or network, and some MiB of memory whatever the model's size. Names that a
+    model ties are written once (safetensors; the others are in the metadata) or share their storage (torch).
+
+    Args:
+        path: a checkpoint, or a folder of them: then `name`, or the newest complete one; or any other that `zs.load` takes.
+        out: the folder (safetensors) or file (torch) to make; it must not exist, or be an empty folder.
+        dtype: of floating-point tensors; None: as stored, which for parameters with fp32 masters is fp32.
+        max_shard_nbytes: safetensors files hold no more than this, but one tensor at least.
+        config: a Hugging Face configuration, its file or the folder with it, for OUT/config.json; None: what the checkpoint
+            keeps under extra["hf_config"], if anything.
+        prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
+        verify: first read everything and compare checksums.
+
+    Raises:
+        CheckpointNotFound, CheckpointCorrupt, CheckpointError: nothing there, damaged, or `out` exists. Nothing was written.
+        CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
+        ConfigError: an argument is wrong, or a tensor has no place in that format.
+    """
+    _check_arguments(dtype, format, max_shard_nbytes, config)
+    target = Path(os.path.abspath(os.fspath(out)))
+    if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
+    settings = None if config is None else _read_config(config)
+    opened = open_any(Alone(), path, name, verify=verify, values=False)
+    if prefix:
+        _narrow(opened, prefix)
+    if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
+        settings = _read_config(opened.shared_extras[CONFIG]())
+    if opened.trained_only:
+        print(
+            f"zeroshard: {opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export",
+            file=sys.stderr,
+        )
+    exporting = _Exporting(opened, dtype)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if format == "torch":
+            files = exporting.write_torch(scratch)
+        else:
+            files = exporting.write_safetensors(scratch, max_shard_nbytes, settings)
+        os.replace(scratch, target)
+        sync(target.parent)
+    except OSError as error:
+        _remove(scratch)
+        raise write_error(error.filename or target, error.errno or EIO, exporting.nbytes, "zs.export") from error
+    except BaseException:
+        _remove(scratch)
+        raise
+    names = tuple(sorted(files)) if format == "safetensors" else (target.name,)
+    numel = sum(math.prod(shape) for _, shape in exporting.tensors.values())
+    written = sum((target / file if format == "safetensors" else target).stat().st_size for file in names)
+    return Exported(target, names, written, len(exporting.tensors), numel, exporting.ties, opened.trained_only)
+
+
+def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"zs.export: dtype: expected a torch.dtype of floating-point numbers, or None, got {dtype!r}.")
+    if format not in FORMATS:
+        raise ConfigError(f"zs.export: format: expected one of {', '.join(FORMATS)}, got {format!r}.")
+    if not isinstance(max_shard_nbytes, int) or max_shard_nbytes < 1:
+        raise ConfigError(f"zs.export: max_shard_nbytes: expected an integer of at least 1, got {max_shard_nbytes!r}.")
+    if config is not None and format == "torch":
+        raise ConfigError("zs.export: config: a file of torch.save has no place for it; use format='safetensors'.")
+
+
+def _read_config(config: Any) -> dict[str, Any]:
+    """Raises ConfigError where it is no JSON object."""
+    if isinstance(config, Mapping):
+        found: Any = dict(config)
+        try:
+            json.dumps(found)
+        except TypeError as error:
+            raise ConfigError(f"zs.export: config: expected what JSON can hold: {error}.") from None
+        return found
+    try:
+        path = Path(config)
+        found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"zs.export: config: expected a dictionary, or a config.json: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"zs.export: config: expected a JSON object in {path}, got a {type(found).__name__}.")
+    return found
+
+
+def _narrow(opened: Opened, prefix: str) -> None:
+    """To what is named prefix...; raises ConfigError where nothing is."""
+    found = {name.removeprefix(prefix): stored for name, stored in opened.model.items() if name.startswith(prefix)}
+    if not found:
+        raise ConfigError(f"zs.export: prefix: no name begins with {prefix!r}; the first names: {', '.join(list(opened.model)[:3])}.")
+    ties = {alias.removeprefix(prefix): name for alias, name in opened.ties.items() if alias.startswith(prefix)}
+    opened.model = found
+    opened.ties = {alias: name.removeprefix(prefix) for alias, name in ties.items() if name.startswith(prefix)}
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class _Exporting:
+    """One export. tensors: name -> (dtype, shape) as they will be; sources: where they are; ties: another name -> name."""
+
+    def __init__(self, opened: Opened, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.sources: dict[str, Stored] = {}
+        self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self.ties = opened.tied()
+        for name, stored in opened.model.items():
+            if name in self.ties:
+                continue
+            self.sources[name] = stored
+            kept = dtype is None or not stored.dtype.is_floating_point
+            self.tensors[name] = (stored.dtype if kept else dtype, tuple(stored.shape))
+        self.nbytes = sum(self._nbytes(name) for name in self.tensors)
+
+    def _nbytes(self, name: str) -> int:
+        dtype, shape = self.tensors[name]
+        return math.prod(shape) * dtype.itemsize
+
+    def write_torch(self, path: Path) -> list[str]:
+        """One file; its name."""
+        for name, (dtype, _) in self.tensors.items():
+            if not dcp.storable(dtype):
+                raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for; give dtype=.")
+        self._reserve(path.parent)
+        offsets = dcp.make_state_dict_file(path, self.tensors, self.ties)
+        for name, (dtype, shape) in self.tensors.items():
+            self._copy(name, StoredTensor(path, offsets[name], self._nbytes(name), dtype, shape))
+        sync(path)
+        return [path.name]
+
+    def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> list[str]:
+        """A folder of files; their names."""
+        for name, (dtype, _) in self.tensors.items():
+            if dtype not in SAFETENSORS_NAMES:
+                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for; give dtype=.")
+        folder.mkdir()
+        self._reserve(folder)
+        shards = self._shards(max_shard_nbytes)
+        files = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+        files = ["model.safetensors"] if len(shards) == 1 else files
+        for file, names in zip(files, shards, strict=True):
+            self._write_shard(folder / file, names)
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+            metadata = {"total_size": self.nbytes, "total_parameters": sum(math.prod(s) for _, s in self.tensors.values())}
+            files.append("model.safetensors.index.json")
+            _write_json(folder / files[-1], {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+        if settings is not None:
+            files.append("config.json")
+            _write_json(folder / files[-1], self._described(settings))
+        sync(folder)
+        return files
+
+    def _described(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The configuration; where it names a dtype, that of the files if one was chosen."""
+        if self.dtype is None:
+            return settings
+        chosen = str(self.dtype).removeprefix("torch.")
+        return {key: chosen if key in ("dtype", "torch_dtype") else value for key, value in settings.items()}
+
+    def _reserve(self, folder: Path) -> None:
+        """Raise now where the disk is too small, rather than after minutes of writing."""
+        probe = folder / f".{secrets.token_hex(3)}.tmp"
+        try:
+            with open(probe, "wb") as file:
+                if hasattr(os, "posix_fallocate") and self.nbytes:
+                    os.posix_fallocate(file.fileno(), 0, self.nbytes)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _shards(self, max_nbytes: int) -> list[list[str]]:
+        """Names by file, in the order of the model."""
+        shards: list[list[str]] = [[]]
+        nbytes = 0
+        for name in self.tensors:
+            if shards[-1] and nbytes + self._nbytes(name) > max_nbytes:
+                shards.append([])
+                nbytes = 0
+            shards[-1].append(name)
+            nbytes += self._nbytes(name)
+        return shards
+
+    def _write_shard(self, path: Path, names: list[str]) -> None:
+        metadata = {"format": "pt"} | {alias: name for alias, name in self.ties.items() if name in names}
+        header, places = safetensors_header(path, {name: self.tensors[name] for name in names}, metadata)
+        path.write_bytes(header)
+        for name in names:
+            self._copy(name, places[name])
+        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # tensors without elements at the end
+        sync(path)
+
+    def _copy(self, name: str, target: StoredTensor) -> None:
+        source, numel = self.sources[name], math.prod(target.shape)
+        values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype)
+        for start in range(0, numel, _CHUNK_NUMEL):
+            part = values[: min(_CHUNK_NUMEL, numel - start)]
+            try:
+                source.read(start, part)
+            except OSError as error:
+                raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
+            target.write(start, part)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)

@@ -1,0 +1,128 @@
+"""What is in a checkpoint, as facts: `zs.inspect_checkpoint`, and `zeroshard inspect` prints them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointCorrupt
+from . import contents as holding
+from . import folder as places
+from .foreign import open_foreign, recognise
+from .manifest import Manifest
+from .opening import check_digests, check_sizes
+
+HOLD, UNCHECKED, NONE = "hold", "not verified", "the format has none"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """One checkpoint. nbytes: of kinds (parameters with buffers, optimizer states, other) and of files by name.
+
+    kind: "zeroshard", or the format of another library, of which less is known. damage: what is wrong, or "".
+    checksums: "hold", "not verified", "the format has none", or "damaged".
+    """
+
+    path: str
+    kind: str
+    step: int
+    numel: int
+    tensors: int
+    optimizer_tensors: int
+    kinds: dict[str, int]
+    files: dict[str, int]
+    checksums: str
+    damage: str
+    facts: dict[str, Any]  # world size, stage, precision, optimizer, time, versions
+    ties: dict[str, str]
+    extras: tuple[str, ...] = ()
+    trained_only: bool = False
+    left_out: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(self.files.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON takes it."""
+        return {**asdict(self), "nbytes": self.nbytes}
+
+
+def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
+    """Every complete checkpoint of a folder, the oldest first; `name` alone; or the one that `path` is.
+
+    verify: read all files and compare checksums; damage is told, not raised. Needs one process, no group and no device.
+
+    Raises:
+        CheckpointNotFound: nothing complete there.
+    """
+    where = Path(path)
+    if name is None and not (where / places.MANIFEST).is_file():
+        present = places.complete(where)
+        if present:
+            return [_inspect(folder, verify) for folder in present.values()]
+        if recognise(where) is not None:
+            return [_inspect_foreign(where)]
+    return [_inspect(places.find(where, name), verify)]
+
+
+def _inspect(folder: Path, verify: bool) -> Inspection:
+    try:
+        manifest = Manifest.read(folder)
+    except CheckpointCorrupt as error:
+        files = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
+        return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, files, "damaged", str(error), {}, {})
+    checksums, damage = HOLD if verify else UNCHECKED, ""
+    try:
+        check_sizes(folder, manifest)
+        if verify:
+            check_digests(folder, manifest)
+    except CheckpointCorrupt as error:
+        checksums, damage = "damaged", str(error)
+    facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
+    shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
+    model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
+    states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
+    per_rank = set(manifest.facts["per_rank"])
+    extras = {name.removeprefix(holding.EXTRA) for name in manifest.objects if name.startswith(holding.EXTRA)}
+    extras = {name.rpartition(".")[0] if name.rpartition(".")[0] in per_rank else name for name in extras}
+    return Inspection(
+        path=str(folder),
+        kind="zeroshard",
+        step=int(manifest.facts["step"]),
+        numel=sum(numel for numel, _ in model),
+        tensors=len(model),
+        optimizer_tensors=len(states),
+        kinds=_kinds(model, states, manifest.nbytes),
+        files={file.name: file.nbytes for file in manifest.files},
+        checksums=checksums,
+        damage=damage,
+        facts=facts,
+        ties=manifest.ties,
+        extras=tuple(sorted(extras)),
+        trained_only=manifest.facts["trained_only"],
+        left_out=len(manifest.frozen),
+    )
+
+
+def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:
+    """Bytes by kind. model, states: (elements, bytes of one) of each tensor; total: of all files."""
+    of_model, of_states = (sum(numel * size for numel, size in tensors) for tensors in (model, states))
+    return {"parameters": of_model, "optimizer states": of_states, "other": max(total - of_model - of_states, 0)}
+
+
+def _inspect_foreign(path: Path) -> Inspection:
+    opened = open_foreign(path)
+    found = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    files = {file.name if path.is_file() else str(file.relative_to(path)): file.stat().st_size for file in found}
+    ties = opened.tied()
+    model = [(math.prod(t.shape), t.dtype.itemsize) for name, t in opened.model.items() if name not in ties]
+    every = [t for state in opened.states.values() for t in state.values() if hasattr(t, "read")]
+    states = [(math.prod(t.shape), t.dtype.itemsize) for t in every]
+    facts = {key: value for key, value in opened.facts.items() if key != "step"}
+    numel, kinds = sum(count for count, _ in model), _kinds(model, states, sum(files.values()))
+    return Inspection(str(path), opened.kind, opened.step, numel, len(model), len(states), kinds, files, NONE, "", facts, ties)

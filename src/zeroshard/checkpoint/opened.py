@@ -1,0 +1,90 @@
+"""What there is to load, whoever wrote it: tensors by name, optimizer states by parameter, groups, and facts.
+
+`opening.py` makes one of our own checkpoints, `foreign/` one of everybody else's; `loading.py` asks nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..weights import StoredTensor
+from .stored import Stored
+
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # anywhere in a name
+PREFIXES = ("module.", "model.")  # at its beginning
+
+
+@dataclass
+class Opened:
+    """An opened checkpoint. Of all but ours, what its format does not hold is left at its default.
+
+    model: parameters and buffers, under each of their names. states: parameter (a name, or its number in the groups) ->
+    key -> stored tensor or plain value. groups: options, and under "params" the names or numbers of their members.
+    extras: of this rank. per_rank: names of extras that ranks have differently, and that these ranks can not take.
+    """
+
+    path: Path
+    kind: str
+    model: dict[str, Stored]
+    states: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
+    step: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+    # ours alone:
+    optimizer: str | None = None  # its class
+    ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
+    trained_only: bool = False
+    frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of the Identity of what was left out
+    module_objects: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] | None = None  # steps taken, loss scale
+    extras: dict[str, Any] = field(default_factory=dict)
+    shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
+    per_rank: frozenset[str] = frozenset()
+    generators: dict[str, Any] | None = None  # of this rank; of rank 0 where there were other ranks
+
+    @property
+    def ours(self) -> bool:
+        """Whether `zs.save` wrote it."""
+        return self.kind == "zeroshard"
+
+    def tied(self) -> dict[str, str]:
+        """Another name of a tensor -> the name that stands first, for all that are stored once under several names."""
+        first: dict[Any, str] = {}
+        found = {}
+        for name in sorted(self.model, key=lambda name: name in self.ties):  # those that the checkpoint takes for aliases last
+            stored = self.model[name]
+            key = stored if isinstance(stored, StoredTensor) and stored.nbytes else id(stored)
+            if first.setdefault(key, name) != name:
+                found[name] = first[key]
+        return found
+
+    def fit(self, wanted: Iterable[str]) -> None:
+        """Strip what wrappers put before names, where more of them are then wanted."""
+        rename = _renaming(self.model, frozenset(wanted))
+        self.model = {rename.get(name, name): stored for name, stored in self.model.items()}
+        self.states = {rename.get(key, key): state for key, state in self.states.items()}
+        for group in self.groups or ():
+            group["params"] = [rename.get(member, member) for member in group["params"]]
+
+
+def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]:
+    """name -> the name that fits best, where it is another one."""
+    names = list(names)
+    best, current = {name: name for name in names}, {name: _unwrapped(name) for name in names}
+    most = len(wanted.intersection(best.values()))
+    for prefix in (None, *PREFIXES, *PREFIXES):  # module.model.x, model.module.x
+        if prefix is not None:
+            current = {name: short.removeprefix(prefix) for name, short in current.items()}
+        count = len(wanted.intersection(current.values()))
+        if count > most and len(set(current.values())) == len(names):
+            best, most = dict(current), count
+    return {name: short for name, short in best.items() if name != short}
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

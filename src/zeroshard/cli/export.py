@@ -1,0 +1,57 @@
+"""`zeroshard export`: a checkpoint as safetensors for `from_pretrained`, or as a file of torch.save.
+
+    zeroshard export runs/7/checkpoints model --dtype bf16 --config config.json
+"""
+
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+
+import zeroshard as zs
+
+from . import report_error
+from .arguments import Parser, UsageError
+from .summary import megabytes
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export; returns the exit code."""
+    options = _parser().parse(argv)
+    if not options.max_shard_gb > 0:
+        raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
+    try:
+        done = zs.export(
+            options.checkpoint,
+            options.out,
+            name=options.name,
+            dtype=DTYPES[options.dtype] if options.dtype else None,
+            format=options.format,
+            max_shard_nbytes=max(int(options.max_shard_gb * 1e9), 1),
+            config=options.config,
+            prefix=options.prefix,
+            verify=not options.no_verify,
+        )
+    except (zs.CheckpointError, zs.ConfigError) as error:
+        return report_error(str(error))
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")
+    for file in done.files:
+        console.print(f"  {file}")
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="zeroshard export", description="Write a checkpoint's model as files that other libraries read.")
+    parser.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
+    parser.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
+    parser.add_argument("--name", help="of the checkpoint in a folder of them (default: the newest complete one)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the files (default: as stored, fp32 where there were masters)")
+    parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
+    parser.add_argument("--config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
+    parser.add_argument("--prefix", default="", help="export what is named so, without it (default: everything)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    return parser

@@ -1,0 +1,248 @@
+"""B07, disks that are full, broken, read-only or gone: one error on every rank, nothing changed, and the next save works."""
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_kit import VOCAB, LowRank, assert_equal, build, snapshot, train
+from helpers import seeded, token_batches
+from test_tiers_faults import Faulty, raised_by
+
+import zeroshard as zs
+from zeroshard.checkpoint import datafile, saving
+from zeroshard.checkpoint import folder as places
+from zeroshard.checkpoint import manifest as listing
+from zeroshard.checkpoint.saving import saver_of
+from zeroshard.memory import files
+from zeroshard.runtime import runtime_of
+from zeroshard.testing import run_threads
+
+pytestmark = pytest.mark.limit(60)
+BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]
+
+
+# -- B07: the disk ---------------------------------------------------------------------------------------------------
+
+
+def no_space(ranks: tuple[int, ...], patch: pytest.MonkeyPatch) -> int:
+    def full(path, nbytes, **options):
+        if any(f"rank-{rank:05d}" in str(path) for rank in ranks):
+            raise zs.OffloadIOError(str(path), 0, errno.ENOSPC, f"making {nbytes} bytes")
+        return plain(path, nbytes, **options)
+
+    plain = datafile.open_file
+    patch.setattr(datafile, "open_file", full)
+    return errno.ENOSPC
+
+
+def vanishing(patch: pytest.MonkeyPatch) -> int:
+    def finish(self) -> None:
+        shutil.rmtree(Path(self.file.path).parent, ignore_errors=True)
+        plain(self)
+
+    plain = datafile.FileWriter.finish
+    patch.setattr(datafile.FileWriter, "finish", finish)
+    return errno.ENOENT
+
+
+def no_room_for_the_list(patch: pytest.MonkeyPatch) -> int:
+    """Nor for a word about it, as long as the data is there."""
+
+    def write(path: Path, content: bytes) -> None:
+        if "rank-00001" in path.name and (path.parent / "rank-00001.distcp").exists():
+            raise OSError(errno.EDQUOT, "", str(path))
+        plain(path, content)
+
+    plain = places.write_whole
+    patch.setattr(places, "write_whole", write)
+    return errno.EDQUOT
+
+
+def at_the_end(name: str, number: int) -> Callable[[pytest.MonkeyPatch], int]:
+    """Writing one of the last files, or naming the folder, fails on rank 0."""
+
+    def patch_it(patch: pytest.MonkeyPatch) -> int:
+        def fail(plain, here):
+            def act(source, *rest):
+                if here(source, *rest):
+                    raise OSError(number, os.strerror(number), str(source))
+                return plain(source, *rest)
+
+            return act
+
+        if name == "rename":
+            patch.setattr(places.os, "rename", fail(os.rename, lambda source, target: ".bad." in str(source)))
+        elif name == "latest":
+            patch.setattr(places.os, "replace", fail(os.replace, lambda source, target: Path(target).name == "latest"))
+        else:
+            write = fail(places.write_whole, lambda path, content: path.name == name)
+            patch.setattr(places, "write_whole", write), patch.setattr(listing, "write_whole", write)
+        return number
+
+    return patch_it
+
+
+def read_only(patch: pytest.MonkeyPatch) -> int:
+    def refuse(self, *args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
+
+    patch.setattr(places.Path, "mkdir", refuse)  # whoever runs the tests, also root
+    return errno.EROFS
+
+
+def broken_device(patch: pytest.MonkeyPatch) -> int:
+    """A write fails in the middle, on rank 1."""
+    plain = saver_of
+
+    def armed(runtime):
+        saver = plain(runtime)
+        if runtime.comm.rank == 1:
+            saver.engine.calls.arm("write", errno.EIO)
+        return saver
+
+    patch.setattr(saving, "saver_of", armed)
+    return errno.EIO
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], int]] = {
+    "full on every rank": lambda patch: no_space((0, 1), patch),
+    "full on one rank": lambda patch: no_space((1,), patch),
+    "quota": no_room_for_the_list,
+    "read-only": read_only,
+    "broken device": broken_device,
+    "vanished": vanishing,
+    "no room for the manifest": at_the_end("manifest.json", errno.ENOSPC),
+    "no room for the pointer": at_the_end("latest", errno.ENOSPC),
+    "no rename": at_the_end("rename", errno.EIO),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asynchronous, tmp_path, monkeypatch):
+    """Path, errno, bytes needed and free; training goes on with the same bits; the pointer stands; the next save works."""
+    monkeypatch.setattr(saving, "Engine", lambda: files.Engine(calls=Faulty()))
+    met = threading.Barrier(2)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", stall_timeout_s=20.0)
+        train(model, optimizer, rank, BATCHES[:2])
+        zs.save(tmp_path, model, optimizer, name="good")
+        before = snapshot(model, optimizer)
+        with monkeypatch.context() if rank == 0 else contextlib.nullcontext() as patch:
+            number.append(FAULTS[name](patch)) if rank == 0 else None
+            met.wait(20)
+            begin = time.monotonic()
+            error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="bad", asynchronous=asynchronous).wait())
+            seconds = time.monotonic() - begin
+            met.wait(20)
+        saver_of(runtime_of(model)).engine.calls.disarm()
+        met.wait(20)
+        check_write_error(error, number[0], tmp_path, name)
+        assert seconds < 10
+        assert_equal(snapshot(model, optimizer), before, "in memory")
+        assert (tmp_path / "latest").read_text() == "good\n" and list(places.complete(tmp_path)) == ["good"]
+        train(model, optimizer, rank, BATCHES[2:4])
+        onward = snapshot(model, optimizer)
+        met.wait(20)
+        zs.save(tmp_path, model, optimizer, name="bad", asynchronous=asynchronous).wait()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["bad", "good", "latest"]
+        zs.load(tmp_path, model, optimizer, name="good")
+        assert_equal(snapshot(model, optimizer), before, "the one before")
+        train(model, optimizer, rank, BATCHES[2:4])
+        assert_equal(snapshot(model, optimizer), onward, "as if nothing had been")
+        zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), onward, "the one after")
+        zs.close(model)
+
+    number: list[int] = []
+    run_threads(2, rank_run)
+
+
+def check_write_error(error: Exception | None, number: int, root: Path, name: str) -> None:
+    assert isinstance(error, zs.CheckpointWriteError), repr(error)
+    assert error.errno == number and errno.errorcode[number] in str(error)
+    assert Path(error.path) == root or root in Path(error.path).parents
+    assert error.free > 0 and f"{error.free:,} are free" in str(error)
+    if name in ("full on every rank", "full on one rank", "quota", "broken device"):
+        assert error.needed > 1000 and f"{error.needed:,} bytes are needed" in str(error)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A filesystem of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("a small filesystem can not be mounted here")  # the same errors are injected above
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_b07_a_filesystem_that_is_really_full(small_disk, asynchronous):
+    """The second checkpoint has no room; when the first is gone, it has."""
+    model = seeded(lambda: LowRank(128))
+    model.base.requires_grad_(True)
+
+    def rank_run(rank: int) -> None:
+        module, optimizer = build(model)
+        train(module, optimizer, rank, [[(torch.ones(2, 128),)]])
+        zs.save(small_disk, module, optimizer, name="first")
+        error = raised_by(lambda: zs.save(small_disk, module, optimizer, name="second", asynchronous=asynchronous).wait())
+        assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOSPC, repr(error)
+        assert error.needed > error.free > 0
+        runtime_of(module).comm.exchange(b"", "all have seen it")
+        assert sorted(path.name for path in small_disk.iterdir()) == ["first", "latest"]
+        runtime_of(module).comm.exchange(b"", "all have looked")
+        if rank == 0:
+            shutil.rmtree(small_disk / "first")
+        zs.save(small_disk, module, optimizer, name="second", asynchronous=asynchronous).wait()
+        zs.close(module)
+
+    run_threads(2, rank_run)
+    assert list(places.complete(small_disk)) == ["second"]
+
+
+def test_b07_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "run").write_text("mine")
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        for path in (tmp_path / "run", tmp_path / "run" / "deeper"):
+            error = raised_by(lambda path=path: zs.save(path, model, optimizer))
+            assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOTDIR and error.path == str(path), repr(error)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, monkeypatch):
+    """Who does not wait learns it from the next save, which does nothing; the one after saves."""
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, name="first")
+        saver = saver_of(runtime_of(model))
+        saver.engine.close()
+        saver.engine = datafile.Engine(calls=(calls := Faulty()))
+        calls.arm("write", errno.EIO) if rank == 1 else None
+        zs.save(tmp_path, model, optimizer, name="second", asynchronous=True)
+        error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="third"))
+        assert isinstance(error, zs.CheckpointWriteError) and "rank 1" in str(error)
+        calls.disarm()
+        zs.save(tmp_path, model, optimizer, name="third")
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]

@@ -1,0 +1,103 @@
+"""zs.inspect_checkpoint and `zeroshard inspect`: the facts of a checkpoint, and whether its checksums hold."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from helpers import OddGPT, adamw, seeded, token_batches
+
+import zeroshard as zs
+from zeroshard.cli import main
+from zeroshard.testing import run_threads
+
+NUMEL = sum(param.numel() for param in OddGPT().parameters())
+
+
+def save_twice(rank, root, freeze=()):
+    model = seeded(OddGPT)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not any(word in name for word in freeze))
+    model, optimizer = zs.shard(model, adamw([p for p in model.parameters() if p.requires_grad]), stage=2, precision="bf16")
+    for step in range(2):
+        model(*token_batches(2, 1, 2)[step][0][rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        zs.save(root, model, optimizer, extra={"seen": 4 * step, "rank": rank})
+
+
+@pytest.fixture
+def run(tmp_path):
+    run_threads(2, save_twice, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_the_facts_of_every_checkpoint_of_a_folder(run):
+    first, second = zs.inspect_checkpoint(run)
+    assert (first.step, second.step) == (1, 2) and first.checksums == second.checksums == "hold"
+    assert (second.numel, second.kind, second.trained_only, second.extras) == (NUMEL, "zeroshard", False, ("rank", "seen"))
+    assert second.kinds["parameters"] == 4 * NUMEL  # masters, in fp32
+    assert second.kinds["optimizer states"] == 2 * 4 * NUMEL + 4 * second.tensors  # a step each
+    assert second.ties == {"head.weight": "embedding.weight"} and second.optimizer_tensors == 3 * second.tensors
+    facts = {"world_size": 2, "stage": 2, "precision": "bf16", "optimizer": "AdamW", "torch": torch.__version__}
+    assert facts.items() <= second.facts.items()
+    folder = run / "step-00000002"
+    assert second.files == {name: (folder / name).stat().st_size for name in os.listdir(folder) if name in second.files}
+    assert sum(second.kinds.values()) == second.nbytes
+    assert zs.inspect_checkpoint(folder) == zs.inspect_checkpoint(run, name="step-00000002") == [second]
+    with pytest.raises(zs.CheckpointNotFound, match="step-00000001, step-00000002"):
+        zs.inspect_checkpoint(run, name="step-3")
+
+
+def test_trained_parameters_alone(tmp_path):
+    run_threads(2, save_twice, tmp_path, ("into", "out."))
+    found = zs.inspect_checkpoint(tmp_path)[-1]
+    assert found.trained_only and found.left_out == 6 and found.numel < NUMEL
+
+
+def test_damage_is_told_with_a_code_and_the_place(run, capsys):
+    flip(run / "step-00000001" / "rank-00000.distcp", 700)
+    first, second = zs.inspect_checkpoint(run)
+    assert first.checksums == "damaged" and "rank-00000.distcp is damaged at byte 0" in first.damage and not second.damage
+    assert zs.inspect_checkpoint(run, verify=False)[0].checksums == "not verified"
+    assert main(["inspect", str(run)]) == 1
+    assert "rank-00000.distcp is damaged at byte 0" in capsys.readouterr().err
+    assert main(["inspect", str(run), "--name", "step-00000002"]) == 0
+    assert main(["inspect", str(run), "--no-verify"]) == 0
+    flip(run / "step-00000002" / "manifest.json", 99)
+    assert "manifest.json is damaged" in zs.inspect_checkpoint(run / "step-00000002")[0].damage
+    assert main(["inspect", str(run / "step-00000002")]) == 1
+
+
+def test_the_command_prints_tables_or_json(run, capsys):
+    assert main(["inspect", str(run)]) == 0
+    printed = capsys.readouterr().out
+    assert "step-00000001" in printed and "step-00000002" in printed and f"{NUMEL:,}" in printed and "hold" in printed
+    assert main(["inspect", str(run), "--name", "step-00000002"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("AdamW", "bf16", "world size", "extras", "rank, seen", "head.weight = embedding.weight", "rank-00001.distcp"):
+        assert word in printed, word
+    assert main(["inspect", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["step"] for one in found] == [1, 2] and found[1]["numel"] == NUMEL and found[1]["facts"]["stage"] == 2
+    assert main(["inspect", str(run / "nothing")]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert main(["inspect", str(run), "--jsn"]) == 2
+    assert "did you mean --json" in capsys.readouterr().err
+
+
+def test_checkpoints_of_other_libraries(tmp_path, capsys):
+    model = seeded(OddGPT)
+    torch.save({"model": model.state_dict(), "optimizer": adamw(model.parameters()).state_dict(), "step": 5}, tmp_path / "x.pt")
+    (found,) = zs.inspect_checkpoint(tmp_path / "x.pt")
+    assert (found.kind, found.step, found.numel, found.checksums) == ("torch", 5, NUMEL, "the format has none")
+    assert main(["inspect", str(tmp_path / "x.pt")]) == 0
+    assert "the format has none" in capsys.readouterr().out
