@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_kit import MODELS, VOCAB, Language, LowRank, assert_equal, build, read_checkpoint, snapshot, train, write_checkpoint
+from checkpoint_kit import (
+    MODELS,
+    VOCAB,
+    Language,
+    LowRank,
+    assert_equal,
+    build,
+    read_checkpoint,
+    snapshot,
+    train,
+    write_checkpoint,
+)
 from helpers import OddGPT, seeded, token_batches
 from torch import nn
 

@@ -15,7 +15,18 @@ import threading
 
 import pytest
 import torch
-from helpers import OddGPT, Outcome, Task, adamw, assert_equal_runs, differences, reference, seeded, token_batches, train
+from helpers import (
+    OddGPT,
+    Outcome,
+    Task,
+    adamw,
+    assert_equal_runs,
+    differences,
+    reference,
+    seeded,
+    token_batches,
+    train,
+)
 from offloading import (
     DATA,
     DEVICES,

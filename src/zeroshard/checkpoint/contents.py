@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..boxes import Box, boxes_of
 from ..errors import ConfigError
 from ..memory.tiers import Rest
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime
 from ..tiles import Part, part_of, whole_name
 from ..unit import ParamGroup
-from ..boxes import Box, boxes_of
 from .dcp import MAX_BLOB_NBYTES, storable
 
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (

@@ -26,11 +26,11 @@ import torch
 import xxhash
 from torch import Tensor
 
+from ..boxes import Box
 from ..config import Tier
 from ..errors import OffloadIOError
 from ..memory.aligned import bytes_of
 from ..memory.files import Engine, open_file
-from ..boxes import Box
 from .contents import Contents, Place
 from .dcp import ALIGN, frame
 

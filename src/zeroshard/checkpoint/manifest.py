@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import xxhash
 
+from ..boxes import Box
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import dcp
-from ..boxes import Box
 from .datafile import DIGEST_NBYTES, FileLayout
 from .folder import MANIFEST, sync, write_whole
 from .identity import Identity

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..boxes import Box
 from ..tiles import Part
 from ..weights import StoredTensor
-from ..boxes import Box
 from .manifest import Manifest
 
 

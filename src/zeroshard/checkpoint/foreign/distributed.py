@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ...boxes import Box
+from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ..opened import Opened
 from ..stored import StoredBoxes
 from .statedict import MODEL_KEYS, OPTIMIZER_KEYS
