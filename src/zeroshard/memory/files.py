@@ -4,7 +4,7 @@
     Engine.read(file, offset, tensor)  -> Handle        and back; `Handle.wait()` returns when it is done, or raises
 
 Words: a *request* is one call of read or write; it is cut into *pieces* at multiples of `block_nbytes` of the file,
-which threads take in order of arrival. Offsets are bytes. A *block* of ALIGN bytes is what direct I/O can address:
+which threads take in order of arrival, reads first. Offsets are bytes. A *block* of ALIGN bytes is what direct I/O can address:
 
     request   ......xxxxxxxxxxxxxxxxxxxxxxxxx....      offset, offset + nbytes
     blocks    |       |       |       |       |
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import queue
 import re
 import sys
 import threading
@@ -44,6 +43,7 @@ from torch import Tensor
 
 from ..errors import OffloadIOError, ZeroshardError
 from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
+from .tasks import Tasks
 
 _AGAIN_S = 10.0  # EAGAIN is tried again for so long
 _IDLE_LIMIT = 4  # transfers in a row that do not complete one more block
@@ -451,7 +451,7 @@ class _Mover:
         return done
 
 
-def _serve(tasks: queue.SimpleQueue, calls: Syscalls, block_nbytes: int) -> None:
+def _serve(tasks: Tasks, calls: Syscalls, block_nbytes: int) -> None:
     """What a thread of an engine does: move pieces until it takes None. It must not hold the engine."""
     mover = _Mover(calls, block_nbytes)
     while True:
@@ -538,7 +538,7 @@ class Engine:
             file.hold()
             handle._pieces = len(cuts) - 1
             for start, stop in itertools.pairwise(cuts):
-                self._tasks.put((handle, start, stop, self.checksum))
+                self._tasks.put((handle, start, stop, self.checksum), writes)
         return handle
 
     def close(self) -> None:
@@ -571,15 +571,15 @@ class Engine:
         """Begin without threads; in a forked child those of the parent do not exist, and its locks may be held."""
         if hasattr(self, "_stop"):
             self._stop.detach()
-        self._lock, self._running, self._tasks = threading.Lock(), [], queue.SimpleQueue()
+        self._lock, self._running, self._tasks = threading.Lock(), [], Tasks()
         self._stop = weakref.finalize(self, _stop, self._tasks, self.threads)
         self._stop.atexit = False  # threads are daemons: an exit does not wait for them
 
 
-def _stop(tasks: queue.SimpleQueue, threads: int) -> None:
-    """One None for each thread, behind the work that is queued."""
+def _stop(tasks: Tasks, threads: int) -> None:
+    """All threads end, behind the work that is queued."""
     for _ in range(threads):
-        tasks.put(None)
+        tasks.end()
 
 
 def _after_fork() -> None:
