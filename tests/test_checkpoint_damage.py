@@ -31,7 +31,9 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard import weights
+from zeroshard.checkpoint import loading
 from zeroshard.comm.base import misuse
+from zeroshard.memory.files import Syscalls
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
 from zeroshard.weights import StoredTensor
@@ -212,13 +214,13 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch, rank: int, after: int) -> lis
         streaming.on = True
         plain_stream(*args)
 
-    def read(self, start, out) -> None:
+    def read(self, start, out, bulk=None) -> None:
         mine = threading.current_thread().name in (f"rank{rank}", "MainThread")
         if armed[0] and mine and getattr(streaming, "on", False) and out.numel():
             left[0] -= 1
             if left[0] < 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
-        plain_read(self, start, out)
+        plain_read(self, start, out, bulk)
 
     monkeypatch.setattr(weights, "stream", stream)
     monkeypatch.setattr(StoredTensor, "read", read)
@@ -235,7 +237,7 @@ def test_a_model_that_was_half_loaded_refuses_until_it_is_loaded(after, world, p
     def rank_run(rank: int) -> None:
         model, optimizer = build("tied", seed=5)
         with pytest.raises(zs.CheckpointError, match=f"rank {world - 1}, reading .*: .*Input/output error"):
-            zs.load(pair, model, optimizer)
+            zs.load(pair, model, optimizer, verify="before")
         runtime_of(model).comm.exchange(b"", "all have seen it")
         armed[0] = False
         for use in (lambda: model(*BATCHES[0][rank]), lambda: zs.save(pair, model, optimizer)):
@@ -247,6 +249,48 @@ def test_a_model_that_was_half_loaded_refuses_until_it_is_loaded(after, world, p
         zs.close(model)
 
     run_threads(world, rank_run)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_while_reading_on_the_way_changes_nothing(world, pair, monkeypatch):
+    plain = Syscalls.preadv
+
+    def preadv(self, file, buffers, offset):
+        if file.path.endswith("rank-00001.distcp"):  # in the direct reads, after the small values have been read
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return plain(self, file, buffers, offset)
+
+    monkeypatch.setattr(Syscalls, "preadv", preadv)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", seed=5)
+        before = snapshot(model, optimizer)
+        with pytest.raises(zs.CheckpointError, match="Nothing was changed"):
+            zs.load(pair, model, optimizer)
+        assert_equal(snapshot(model, optimizer), before)
+        train(model, optimizer, rank, BATCHES[1:2])
+        zs.close(model)
+
+    run_threads(world, rank_run)
+
+
+def test_where_there_is_no_memory_everything_is_verified_before(pair, monkeypatch):
+    expected, seen = read_checkpoint(pair, 2)[0], []
+    plain = loading.weights.stage
+    monkeypatch.setattr(loading.weights, "stage", lambda *arguments: seen.append("staged") or plain(*arguments))
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", seed=5)
+        for nbytes, staged in ((None, 2), (1 << 40, 4), (1000, 4)):
+            monkeypatch.setattr(loading, "available_nbytes", lambda nbytes=nbytes: nbytes)
+            runtime_of(model).comm.exchange(b"", "set")
+            zs.load(pair, model, optimizer)
+            assert len(seen) == staged
+            runtime_of(model).comm.exchange(b"", "seen")
+            assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(2, rank_run)
 
 
 # -- B10: something else -----------------------------------------------------------------------------------------------

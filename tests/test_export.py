@@ -194,7 +194,7 @@ def test_a_disk_that_refuses_leaves_nothing(format, call, tmp_path, monkeypatch)
 @pytest.mark.parametrize(("options", "words"), [
     ({"dtype": torch.int8}, "floating-point"), ({"format": "onnx"}, "one of safetensors, torch, got 'onnx'"),
     ({"max_shard_nbytes": 0}, "at least 1"), ({"config": "nowhere.json"}, "expected a dictionary, or a config.json"),
-    ({"config": {}, "format": "torch"}, "no place for it"), ({"config": {"x": object()}}, "what JSON can hold"),
+    ({"config": {}, "format": "torch"}, "no place for it"), ({"config": {"x": {1, 2}}}, "what JSON can hold"),
 ], ids=str)  # fmt: skip
 def test_mistakes_are_named(options, words, tmp_path):
     with pytest.raises(zs.ConfigError, match=words):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from errno import EIO, EISDIR
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,13 @@ SAFETENSORS_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
+class Bulk(Protocol):
+    """Notes reads, to carry them out together (checkpoint/bulk.py)."""
+
+    def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+        """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Where a tensor lies in a file: bytes [offset, offset + nbytes)."""
@@ -51,8 +58,11 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. bulk: later."""
+        if bulk is not None:
+            bulk.add(self, start, out)
+            return
         step = max(_CHUNK_NBYTES // self.dtype.itemsize, 1)
         with open(self.path, "rb", buffering=0) as file:
             for begin in range(0, out.numel(), step):
@@ -98,13 +108,13 @@ class StoredColumns(StoredTensor):
 
     pitch: int
 
-    def read(self, start: int, out: Tensor) -> None:
+    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
         """As of a whole tensor of this shape, row by row."""
         done = 0
         while done < out.numel():
             row, column = divmod(start + done, self.shape[1])
             stop = min(done + self.shape[1] - column, out.numel())
-            StoredTensor.read(self, row * self.pitch + column, out[done:stop])
+            StoredTensor.read(self, row * self.pitch + column, out[done:stop], bulk)
             done = stop
 
     def write(self, start: int, source: Tensor) -> None:
@@ -143,9 +153,13 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
     return stored
 
 
-def names_of(model: nn.Module, spec: ParamSpec) -> list[str]:
+def prefixes_of(model: nn.Module) -> dict[int, str]:
+    """id of each module -> its name."""
+    return {id(module): prefix for prefix, module in model.named_modules()}
+
+
+def names_of(prefixes: dict[int, str], spec: ParamSpec) -> list[str]:
     """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
-    prefixes = {id(module): prefix for prefix, module in model.named_modules()}
     names = [(f"{prefixes[id(o)]}.{a}" if prefixes[id(o)] else a, part_of(o, a)) for o, a in spec.owners]
     return [name if part is None else whole_name(name) for name, part in names]
 
@@ -153,9 +167,10 @@ def names_of(model: nn.Module, spec: ParamSpec) -> list[str]:
 def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape."""
     found: dict[str, StoredTensor] = {}
+    prefixes = prefixes_of(model)
     problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
     for spec in specs:
-        names, part = names_of(model, spec), part_of(*spec.owners[0])
+        names, part = names_of(prefixes, spec), part_of(*spec.owners[0])
         shape = spec.shape if part is None else part.shape
         at = next((stored[name] for name in names if name in stored), None)
         if at is None:
@@ -173,31 +188,66 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTens
 def stream(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor]) -> None:
     """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays."""
     runtime.comm.fence_write()
-    for group in runtime.groups:
-        for index, spec in enumerate(group.specs):
-            if spec.name in found:
-                _stream_parameter(group, index, found[spec.name])
+    for group, index, at in _found(runtime, found):
+        _put(group, index, _read(group, index, at, None))
     for name, buffer in runtime.model.named_buffers():
         if name in stored:
-            whole = torch.empty(buffer.numel(), dtype=buffer.dtype)
-            stored[name].read(0, whole)
-            buffer.copy_(whole.view(buffer.shape))
+            buffer.copy_(_read_buffer(buffer, stored[name], None))
     runtime.comm.fence_read()
 
 
-def _stream_parameter(group: ParamGroup, index: int, at: StoredTensor) -> None:
+@torch.no_grad()
+def stage(
+    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk
+) -> Callable[[], None]:
+    """The same in two steps: notes what is to be read; what is returned puts it into place when it has been (collective)."""
+    values = [(group, index, _read(group, index, at, bulk)) for group, index, at in _found(runtime, found)]
+    buffers = [(b, _read_buffer(b, stored[name], bulk)) for name, b in runtime.model.named_buffers() if name in stored]
+
+    @torch.no_grad()
+    def put() -> None:
+        runtime.comm.fence_write()
+        for group, index, value in values:
+            _put(group, index, value)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        runtime.comm.fence_read()
+
+    return put
+
+
+def _found(runtime: Runtime, found: dict[str, StoredTensor]) -> Iterator[tuple[ParamGroup, int, StoredTensor]]:
+    for group in runtime.groups:
+        for index, spec in enumerate(group.specs):
+            if spec.name in found:
+                yield group, index, found[spec.name]
+
+
+def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None) -> Tensor:
+    """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
-        whole = torch.empty(at.shape, dtype=at.dtype)
-        at.read(0, whole.view(-1))
-        write_value(group, index, whole)
+        value, start = torch.empty(math.prod(at.shape), dtype=at.dtype), 0
+    else:
+        exact = group.master is not None and at.dtype != spec.dtype
+        value, start = torch.empty(home.stop - home.start, dtype=torch.float32 if exact else spec.dtype), home.start
+    at.read(start, value) if bulk is None else at.read(start, value, bulk)
+    return value
+
+
+def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None) -> Tensor:
+    value = torch.empty(buffer.numel(), dtype=buffer.dtype)
+    at.read(0, value) if bulk is None else at.read(0, value, bulk)
+    return value.view(buffer.shape)
+
+
+def _put(group: ParamGroup, index: int, value: Tensor) -> None:
+    if not group.values.sharded:
+        write_value(group, index, value.view(group.specs[index].shape))
         return
-    exact = group.master is not None and at.dtype != spec.dtype
-    local = torch.empty(home.stop - home.start, dtype=torch.float32 if exact else spec.dtype)
-    at.read(home.start, local)
-    group.set_local(index, local)
+    group.set_local(index, value)
     if group.master is not None:
-        group.master.store(home.begin, local)
+        group.master.store(group.homes[index].begin, value)
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """zs.load: a checkpoint into a sharded model, whatever wrote it and however it was cut.
 
-    find -> read the manifest -> verify checksums (ranks share the files) -> compare names and shapes -> read slices
+    find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
-Nothing is changed before all of the first four have passed on every rank. Each rank reads its own slices (of replicated
-states: the whole), some MiB at a time.
+Nothing is changed before all but the last have passed on every rank. Each rank reads its own slices (of replicated states:
+the whole), once, into fresh tensors. Where states rest on another tier there is no memory for that: then everything is
+verified before (ranks share the files), and slices are read into place some MiB at a time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ import xxhash
 from torch import Tensor, nn
 
 from .. import weights
+from ..config import Tier
 from ..errors import (
     BaseModelMismatch,
     CheckpointError,
@@ -29,14 +32,18 @@ from ..errors import (
     ZeroshardError,
     did_you_mean,
 )
-from ..optim.restoring import SavedState, restore
+from ..memory.host import available_nbytes
+from ..memory.ledger import OPTIMIZER
+from ..optim import restoring
+from ..optim.restoring import SavedState
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
 from ..tiles import part_of
 from . import contents as holding
 from .identity import Identity, identify
+from .manifest import Manifest
 from .opened import Opened
-from .opening import agreed, open_any
+from .opening import agreed, hinted, open_any
 from .saving import check_idle, core_of
 from .stored import Reading, Stored
 
@@ -44,6 +51,9 @@ EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
+
+
+Ready = tuple[Callable[[], None], Callable[[], None]]  # put values, and optimizer states, into place (collective)
 
 
 @dataclass
@@ -64,7 +74,7 @@ def load(
     *,
     extra: dict[str, Any] | None = None,
     name: str | None = None,
-    verify: bool = True,
+    verify: bool | str = True,
     rng: bool = True,
     trusted: bool = False,
 ) -> Loaded:
@@ -78,7 +88,10 @@ def load(
         path: a checkpoint, or a folder of checkpoints: then `name`, or the newest complete one.
         optimizer: the model's; None: optimizer states stay as they are.
         extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned.
-        verify: first read everything and compare checksums (ranks share the work).
+        verify: compare all checksums before anything is changed. True: on the way into fresh tensors, where host memory has room
+            for a second copy of this rank's parameters (and of the optimizer states that there are); "before": by reading
+            everything once before (ranks share the work), in the memory of some buffers. So does True where there is no room,
+            or where states rest on another tier. False: compare sizes alone.
         rng: restore random generators: exactly at the same number of ranks; else every rank is seeded anew from what rank 0
             had, and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code.
@@ -93,12 +106,16 @@ def load(
     core = core_of(runtime, optimizer, "zs.load")
     check_idle(runtime, "zs.load")
     comm = runtime.comm
-    opened = open_any(comm, path, name, verify=verify, trusted=trusted)
+    if verify not in (True, False, "before"):
+        raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
+    in_bulk = lambda manifest: verify is True and _stages(runtime, core, manifest)  # noqa: E731
+    opened = open_any(comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
     loading = _Loading(runtime, core, opened)
     extras = agreed(comm, "zs.load: comparing", lambda: loading.compare(extra or {}))
     loading.check_base()
+    ready = loading.stage()
     try:
-        loading.take()
+        loading.take(ready)
     except BaseException as error:
         runtime.unusable = f"{opened.path} could not be loaded to its end ({error}): load a checkpoint again before you go on."
         if not isinstance(error, ZeroshardError):
@@ -115,12 +132,31 @@ def load(
     return result
 
 
+def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
+    """Whether what is loaded is read into fresh tensors and verified on the way (collective).
+
+    All that there is must be wanted, and rest on the device; and every rank must have memory to spare.
+    """
+    config = runtime.config
+    tiers = {config.offload_param.tier, config.offload_optimizer.tier}
+    if tiers != {Tier.DEVICE} or (core is None and holding.GROUPS in manifest.objects):
+        return False
+    values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in runtime.groups)
+    states = runtime.ledger.now[OPTIMIZER] if core is not None else 0
+    on_host, ranks = runtime.comm.device.type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
+    available = available_nbytes()
+    fits = available is None or 2 * ranks * (values + states * on_host) <= available
+    fits = fits and (on_host or 2 * states <= torch.cuda.mem_get_info(runtime.comm.device)[0])
+    return all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory"))
+
+
 class _Loading:
     """One load on one rank."""
 
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened) -> None:
         self.runtime, self.core, self.opened = runtime, core, opened
         self.comm = runtime.comm
+        self.prefixes = weights.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
         self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
@@ -137,7 +173,7 @@ class _Loading:
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 spec = group.specs[index]
-                names = [n for n in dict.fromkeys((name, *weights.names_of(self.runtime.model, spec))) if n in model]
+                names = [n for n in dict.fromkeys((name, *weights.names_of(self.prefixes, spec))) if n in model]
                 shape = tuple(spec.shape if part is None else part.shape)
                 if names:
                     used.update(names[:1] if self.opened.ours else names)
@@ -162,7 +198,7 @@ class _Loading:
             return
         for group in self.runtime.groups:
             for spec, (name, _) in zip(group.specs, holding.names_of_group(group), strict=True):
-                self.aliases |= {alias: name for alias in weights.names_of(self.runtime.model, spec) if alias != name}
+                self.aliases |= {alias: name for alias in weights.names_of(self.prefixes, spec) if alias != name}
                 self.aliases.pop(name, None)
         names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
         self.opened.fit(names | self.aliases.keys() | dict(self.runtime.model.named_buffers()).keys())
@@ -317,22 +353,22 @@ class _Loading:
     # -- take ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Read everything into place (collective)."""
+    def take(self, ready: Ready | None) -> None:
+        """Bring everything into place: what has been read and verified, or (None) reading it now (collective)."""
         runtime = self.runtime
         if self.core is not None:
             self.core.drain()
         runtime.settle()
         runtime.drop_gradients()
         reading = Reading()
-        weights.stream(runtime, reading.guard(self.found), reading.guard(self.opened.model))
+        put_values, put_states = ready or self._one_by_one(reading)
+        put_values()
         self._take_extra_state(reading)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
         if self.core is not None:
-            states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
-            restore(self.core, states)
+            put_states()
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
                 taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken})
@@ -341,6 +377,23 @@ class _Loading:
         for rank, error in enumerate(everyone):
             if error is not None:
                 raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error
+
+    def _one_by_one(self, reading: Reading) -> Ready:
+        states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
+        found, model = reading.guard(self.found), reading.guard(self.opened.model)
+        return lambda: weights.stream(self.runtime, found, model), lambda: restoring.restore(self.core, states)  # type: ignore[arg-type]
+
+    def stage(self) -> Ready | None:
+        """Read and verify everything into fresh tensors, if that is how it is to be (collective). Raises CheckpointCorrupt."""
+        bulk = self.opened.bulk
+        if bulk is None:
+            return None
+        put_states: Callable[[], None] = lambda: None  # noqa: E731
+        put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
+        if self.core is not None:
+            put_states = restoring.stage(self.core, self.states, bulk)
+        agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run))
+        return put_values, put_states
 
     def _take_extra_state(self, reading: Reading) -> None:
         """What modules keep in state dicts besides parameters and buffers."""

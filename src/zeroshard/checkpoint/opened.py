@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..weights import StoredTensor
+from .bulk import Bulk
 from .stored import Stored
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # anywhere in a name
@@ -43,6 +44,7 @@ class Opened:
     extras: dict[str, Any] = field(default_factory=dict)
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
     per_rank: frozenset[str] = frozenset()
+    bulk: Bulk | None = None  # through which tensors are to be read; None: one by one
     generators: dict[str, Any] | None = None  # of this rank; of rank 0 where there were other ranks
 
     @property

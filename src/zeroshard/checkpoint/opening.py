@@ -20,6 +20,7 @@ from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, Zer
 from ..unit import ParamSpec
 from . import contents as holding
 from . import folder as places
+from .bulk import Bulk
 from .datafile import DIGEST_NBYTES
 from .foreign import RECOGNISED, open_foreign, recognise
 from .manifest import Manifest, ObjectEntry
@@ -55,10 +56,10 @@ def open_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | Non
 
     agreed(comm, "zs.load: find", find)
     folder = pickle.loads(comm.exchange(pickle.dumps(found), "zs.load: which")[0])
-    return folder, agreed(comm, "zs.load: manifest", lambda: _hinted(folder, lambda: Manifest.read(folder)))
+    return folder, agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)))
 
 
-def _hinted(folder: Path, action: Callable[[], T]) -> T:
+def hinted(folder: Path, action: Callable[[], T]) -> T:
     """Where a file is damaged, name the checkpoint before."""
     try:
         return action()
@@ -81,12 +82,18 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
                 at = min(nbytes, file.nbytes)
                 raise CheckpointCorrupt(str(folder / file.name), at, f"{file.nbytes:,} bytes", f"{nbytes:,} bytes")
 
-    _hinted(folder, check)
+    hinted(folder, check)
 
 
-def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1) -> int:
-    """Compare the checksums of this rank's share of all blocks; bytes read. Raises CheckpointCorrupt."""
+def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> int:
+    """Compare the checksums of this rank's share of all blocks; bytes read. Raises CheckpointCorrupt.
+
+    small: only of those with plain values and numbers, which are read one by one; `Bulk` sees to the others.
+    """
     blocks = [(file, number) for file in manifest.files for number in range(len(file.digests))]
+    if small:
+        wanted = _small_blocks(manifest)
+        blocks = [(file, number) for file, number in blocks if (file.name, number) in wanted]
     mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
 
     def check() -> int:
@@ -102,7 +109,20 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
             at += count
         return total
 
-    return _hinted(folder, check)
+    return hinted(folder, check)
+
+
+def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
+    """(file, number) of every block with bytes of objects, or of tensors of one element or none."""
+    stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
+    for name, entry in manifest.tensors.items():
+        if torch.Size(entry.shape).numel() <= 1 or name.endswith("_extra_state"):
+            stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
+    return {
+        (manifest.files[file].name, number)
+        for file, offset, nbytes in stretches
+        for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
+    } | {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
 
 
 def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> int:
@@ -154,9 +174,11 @@ class Alone:
 
 def open_any(
     comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
-    verify: bool = True, trusted: bool = False, values: bool = True,
+    verify: bool = True, trusted: bool = False, values: bool = True, bulk: Callable[[Manifest], bool] = lambda manifest: False,
 ) -> Opened:  # fmt: skip
     """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
+
+    bulk: whether tensors will be read by `Opened.bulk`, which verifies them: then they are not read beforehand.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -173,9 +195,12 @@ def open_any(
         return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted))
     folder, manifest = open_checkpoint(comm, path, name)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest))
+    in_bulk = verify and bulk(manifest)
     if verify:
-        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, comm.rank, comm.world_size))
-    return agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, comm.rank, comm.world_size, trusted, values))
+        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, comm.rank, comm.world_size, in_bulk))
+    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, comm.rank, comm.world_size, trusted, values))
+    opened.bulk = Bulk(folder, manifest) if in_bulk else None
+    return opened
 
 
 def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]) -> dict[str, Stored]:
@@ -185,7 +210,8 @@ def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: l
     except CheckpointNotFound as error:
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
-    names = {name for spec in specs for name in weights.names_of(model, spec)}
+    prefixes = weights.prefixes_of(model)
+    names = {name for spec in specs for name in weights.names_of(prefixes, spec)}
     opened.fit(names | dict(model.named_buffers()).keys())
     return opened.model
 

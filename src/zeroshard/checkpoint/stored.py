@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..boxes import Box
 from ..tiles import Part
-from ..weights import StoredTensor
+from ..weights import Bulk, StoredTensor
 from .manifest import Manifest
 
 
@@ -49,8 +49,8 @@ class StoredBoxes:
         stretches.sort(key=lambda stretch: stretch[0])
         return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
 
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. bulk: later."""
         done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
         while done < out.numel():
             if number == len(self.stretches):
@@ -60,7 +60,8 @@ class StoredBoxes:
             part = min(count - skip, out.numel() - done)
             if skip < 0 or part <= 0:
                 raise OSError(f"elements from {start + done} on are missing")
-            stored.read(within + skip, out[done : done + part])
+            place = out[done : done + part]
+            stored.read(within + skip, place) if bulk is None else stored.read(within + skip, place, bulk)
             done, number = done + part, number + 1
 
     def cut(self, part: Part | None) -> StoredBoxes | StoredPart:
@@ -84,13 +85,14 @@ class StoredPart:
         extent = self.part.stop - self.part.start
         return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
 
-    def read(self, start: int, out: Tensor) -> None:
+    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
         """As of a whole tensor of this shape."""
         box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
         for at, within, count in box.rows(self.whole.shape):
             first, last = max(within, start), min(within + count, start + out.numel())
             if first < last:
-                self.whole.read(at + first - within, out[first - start : last - start])
+                place = out[first - start : last - start]
+                self.whole.read(at + first - within, place) if bulk is None else self.whole.read(at + first - within, place, bulk)
 
 
 class Reading:

@@ -6,7 +6,7 @@ another partition, is stepped by as few kernels as its state allows.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,10 +81,41 @@ def _hashable(value: Any) -> Hashable:
 @torch.no_grad()
 def restore(core: Core, states: dict[int, SavedState]) -> None:
     """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
+    _forget(core)
+    for number, run, given in _runs(core, states):
+        core.runs[number].append(run)
+        if isinstance(run.states, ColumnStates):
+            _fill_columns(run, run.states, given)
+        elif entries := _entries(core, run, given, None):
+            run.states.save(entries)
+    core.states_changed()
+
+
+@torch.no_grad()
+def stage(core: Core, states: dict[int, SavedState], bulk: Any) -> Callable[[], None]:
+    """The same in two steps, for states on the device: notes what is to be read; what is returned replaces the states then."""
+    made = [(number, run, _entries(core, run, given, bulk)) for number, run, given in _runs(core, states)]
+
+    def put() -> None:
+        _forget(core)
+        for number, run, entries in made:
+            core.runs[number].append(run)
+            if entries:
+                run.states.save(entries)
+        core.states_changed()
+
+    return put
+
+
+def _forget(core: Core) -> None:
     core.begin_write()
     for run in (run for runs in core.runs for run in runs):
         run.states.clear()
     core.runs = [[] for _ in core.runs]
+
+
+def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
+    """(number of the optimizer's group, a new run, the states of its parameters)."""
     empty = SavedState()
     for group in core.runtime.groups:
         if not group.trainable:
@@ -95,35 +126,40 @@ def restore(core: Core, states: dict[int, SavedState]) -> None:
             None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)
         ]
         for (number, _), run in core.maker.runs(group, keys):  # type: ignore[misc]
-            core.runs[number].append(run)
-            _fill(core, run, [given[index] for index in run.indices])
-    core.states_changed()
+            yield number, run, [given[index] for index in run.indices]
 
 
-def _fill(core: Core, run: Run, given: list[SavedState]) -> None:
-    first = given[0]
-    if not first.tensors and not first.scalars:
-        return
-    dtypes = {key: _dtype(run.group, reader.dtype) for key, reader in first.tensors.items()}
-    entries: dict[str, Any] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in first.scalars.items()}
-    columns: dict[str, Rest] = {}
-    if isinstance(run.states, ColumnStates):
-        columns = {key: run.states.column(key, dtype) for key, dtype in dtypes.items()}
-        run.states.names, run.states.scalars = list(columns), entries
-    else:
-        for key, dtype in dtypes.items():
-            entries[key] = torch.zeros(run.numel, dtype=dtype, device=core.comm.device)
+def _scalars(given: list[SavedState]) -> dict[str, Any]:
+    """They are equal."""
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in given[0].scalars.items()}
+
+
+def _entries(core: Core, run: Run, given: list[SavedState], bulk: Any) -> dict[str, Any]:
+    """The states of a run on the device."""
+    entries = _scalars(given)
+    for key, reader in given[0].tensors.items():
+        entries[key] = torch.empty(run.numel, dtype=_dtype(run.group, reader.dtype), device=core.comm.device)
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
+        at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
         for key, reader in state.tensors.items():
-            if columns:
-                _copy_to_rest(reader, start, stop, columns[key], home.begin)
-            else:
-                at = core.maker.slot_range(run.group, index)[0] - run.start
-                reader.read(start, entries[key][at : at + stop - start])
-    if not isinstance(run.states, ColumnStates):
-        run.states.save(entries)
+            place, padding = entries[key][at:end].split((stop - start, end - at - stop + start))
+            padding.zero_()
+            reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
+    return entries
+
+
+def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
+    """The states of a run that rest elsewhere."""
+    if not given[0].tensors and not given[0].scalars:
+        return
+    columns = {key: states.column(key, _dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
+    states.names, states.scalars = list(columns), _scalars(given)
+    for index, state in zip(run.indices, given, strict=True):
+        home = run.group.homes[index]
+        for key, reader in state.tensors.items():
+            _copy_to_rest(reader, home.start, home.stop, columns[key], home.begin)
 
 
 def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
