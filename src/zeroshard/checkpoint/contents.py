@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from ..boxes import Box, boxes_of
+from ..config import Tier
 from ..errors import ConfigError
-from ..memory.tiers import Rest
+from ..memory.tiers import MemoryRest, Rest
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime
 from ..tiles import Part, part_of, whole_name
@@ -165,9 +166,9 @@ def _add_others(contents: Contents, runtime: Runtime) -> None:
 
 
 def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
-    value = value.to(runtime.comm.device)
     place = Place(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
-    contents.add(place, runtime.tiers.over(value.contiguous().reshape(-1)), 0)
+    on_host = value.detach().to("cpu").contiguous().reshape(-1)  # small, and step counts are there in any case
+    contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0)
 
 
 def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> None:

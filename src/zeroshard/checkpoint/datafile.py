@@ -55,11 +55,15 @@ class Blob:
 
 @dataclass
 class FileLayout:
-    """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them."""
+    """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them.
+
+    glue: (offset, bytes) of what stands before the data of each blob since the data before, and behind the last.
+    """
 
     places: list[Place]
     order: list[int]
     blobs: list[Blob]
+    glue: list[tuple[int, bytes]]
     nbytes: int = 0
     objects: list[tuple[str, int, bytes]] = field(default_factory=list)
 
@@ -77,7 +81,7 @@ class FileLayout:
                 nbytes = len(prefix) + box.numel * place.dtype.itemsize + len(suffix)
                 blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
-        return cls(contents.places, order, blobs, end)
+        return cls(contents.places, order, blobs, _glue(blobs, contents.places), end)
 
     def with_objects(self, objects: dict[str, Any]) -> FileLayout:
         """The same tensors, and plain values behind them."""
@@ -87,18 +91,25 @@ class FileLayout:
             torch.save(value, out)
             entries.append((name, end, out.getvalue()))
             end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
-        return FileLayout(self.places, self.order, self.blobs, end, entries)
+        return FileLayout(self.places, self.order, self.blobs, self.glue, end, entries)
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
         """(offset, bytes, or the blob whose data begins there), in order, without gaps in what has to be written."""
-        for blob in self.blobs:
-            yield blob.offset, blob.prefix
-            if blob.box.numel:
-                yield blob.data, blob
-            yield blob.offset + blob.nbytes - len(blob.suffix), blob.suffix
+        for glue, blob in zip(self.glue, self.blobs, strict=False):
+            yield glue
+            yield blob.data, blob
+        yield self.glue[-1]
         for _, offset, value in self.objects:
             yield offset, value
         yield self.nbytes, b""
+
+
+def _glue(blobs: list[Blob], places: list[Place]) -> list[tuple[int, bytes]]:
+    found, at, pending = [], 0, b""
+    for blob in blobs:
+        found.append((at, pending + bytes(blob.offset - at - len(pending)) + blob.prefix))
+        at, pending = blob.data + blob.box.numel * places[blob.place].dtype.itemsize, blob.suffix
+    return [*found, (at, pending)]
 
 
 def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
@@ -244,7 +255,7 @@ class _Filling:
     def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
         """Append a segment (zeros fill the gap before it); False if there is no point in going on."""
         if isinstance(segment, bytes):
-            return self._put_bytes(bytes(offset - self.end) + segment)
+            return self._put_bytes(bytes(offset - self.end) + segment if offset > self.end else segment)
         place = contents.places[segment.place]
         source, begin = contents.sources[segment.place], contents.begins[segment.place] + segment.first
         size, done = place.dtype.itemsize, 0
