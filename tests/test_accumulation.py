@@ -156,7 +156,7 @@ def check(sequence: list, stages: tuple = (0, 1, 2, 3), **options) -> None:
             assert not state_differences(got_states, states), where
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(actions)
 def test_any_order_of_events_equals_the_contract(sequence):
     check(sequence)

@@ -6,10 +6,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import OddGPT, adamw, seeded, token_batches
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import zeroshard as zs
 from zeroshard.config import Offload
 from zeroshard.launch import run_processes
+from zeroshard.testing import run_threads
 
 DATA = token_batches(4, 1, 3)
 
@@ -39,28 +41,36 @@ def _save(rank: int, world_size: int, folder: str, options: dict):
     return zs.full_state_dict(model), zs.full_optimizer_state(model)
 
 
-def _load(rank: int, world_size: int, folder: str, options: dict):
-    dist.init_process_group("gloo")
+def _load(folder: str, **options):
+    """By one process without a group."""
     model, optimizer = _model(seed=3, **options)
-    _train(model, optimizer, rank, range(1))  # states to be loaded into
-    dcp.load({"model": model.state_dict(), "states": _states(optimizer)}, checkpoint_id=folder)
+    _train(model, optimizer, 0, range(1))  # states to be loaded into
+    dcp.load({"model": model.state_dict(), "states": _states(optimizer)}, checkpoint_id=folder, no_dist=True)
     found = zs.full_state_dict(model), zs.full_state_dict(model, masters=True), zs.full_optimizer_state(model)
-    _train(model, optimizer, rank, range(2, 3))
-    return *found, zs.full_state_dict(model)
+    _train(model, optimizer, 0, range(2, 3))
+    later = zs.full_state_dict(model)
+    zs.close(model)
+    return *found, later
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(folder, parameters, states) of what two ranks have saved."""
+    folder = tmp_path_factory.mktemp("dcp") / "a"
+    return folder, *run_processes(_save, 2, str(folder), {"stage": 3}, timeout_s=60)[0]
 
 
 @pytest.mark.processes
 @pytest.mark.limit(120)
-def test_dcp_saves_and_loads_sharded_models_at_another_world_size(tmp_path):
-    saved, states = run_processes(_save, 2, str(tmp_path / "a"), {"stage": 3}, timeout_s=60)[0]
-    dcp_to_torch_save(tmp_path / "a", tmp_path / "whole.pt")
+def test_dcp_saves_sharded_models_and_loads_them_at_another_world_size_and_tier(saved, tmp_path):
+    folder, values, states = saved
+    dcp_to_torch_save(folder, tmp_path / "whole.pt")
     whole = torch.load(tmp_path / "whole.pt")
-    for name, value in saved.items():
+    for name, value in values.items():
         assert torch.equal(whole["model"][name], value), name
     disk = Offload("nvme", path=str(tmp_path), any_filesystem=True)
-    options = {"stage": 3, "offload_param": disk, "offload_optimizer": disk}
-    loaded, _, loaded_states, later = run_processes(_load, 3, str(tmp_path / "a"), options, timeout_s=60)[0]
-    for name, value in saved.items():
+    loaded, _, loaded_states, later = _load(str(folder), stage=3, offload_param=disk, offload_optimizer=disk)
+    for name, value in values.items():
         assert torch.equal(loaded[name], value), name
         assert not torch.equal(later[name], value), name  # training goes on from there
     for name, entries in states.items():
@@ -70,8 +80,40 @@ def test_dcp_saves_and_loads_sharded_models_at_another_world_size(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.limit(120)
-def test_master_weights_follow_what_dcp_loads(tmp_path):
-    saved, _ = run_processes(_save, 1, str(tmp_path / "a"), {"stage": 3}, timeout_s=60)[0]
-    _, masters, _, _ = run_processes(_load, 2, str(tmp_path / "a"), {"stage": 3, "precision": "bf16"}, timeout_s=60)[0]
-    for name, value in saved.items():
+def test_master_weights_follow_what_dcp_loads(saved):
+    folder, values, _ = saved
+    _, masters, _, _ = _load(str(folder), stage=3, precision="bf16")
+    for name, value in values.items():
         assert torch.equal(masters[name], value.bfloat16().float()), name  # through the parameter, whose dtype it is
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_boxes_read_and_written_by_hand_are_those_of_the_parameter(stage):
+    """Every rank's boxes together are the tensor; a slice of a box is one too."""
+
+    def rank_run(rank: int) -> list:
+        model, optimizer = _model(stage=stage)
+        _train(model, optimizer, rank, range(1))
+        found = []
+        for param, states in optimizer.state.items():
+            tensor = states["exp_avg"]
+            boxes = [(tuple(c.offsets), tensor.__get_tensor_shard__(MetadataIndex("x", c.offsets))) for c in tensor.__create_chunk_list__()]
+            for _, box in boxes:
+                if box.numel() > 1 and box.dim():
+                    box.narrow(0, box.shape[0] - 1, 1).copy_(torch.tensor(7.0))
+            found.append((tuple(param.shape), [(at, box.clone()) for at, box in boxes], tensor.full_tensor()))
+        zs.close(model)
+        return found
+
+    ranks = run_threads(2, rank_run)
+    for parts in zip(*ranks, strict=True):
+        shape, whole = parts[0][0], parts[0][2]
+        joined = torch.full(shape, torch.nan)
+        for at, box in (each for part in parts for each in part[1]):
+            place = joined
+            for dim, begin in enumerate(at):
+                place = place.narrow(dim, begin, box.shape[dim])
+            assert place.isnan().all()
+            place.copy_(box)
+        assert torch.equal(joined, whole)
+        assert whole.numel() < 2 or (whole == 7.0).any()

@@ -1,9 +1,9 @@
 """Every stage equals one process, bit for bit, on three and four ranks.
 
-    world {3, 4} x fp32 x all that equivalence_kit.py names
-    world {3, 4} x {bf16, fp16} x cells in which every two values of different factors meet
+    world 4 x fp32 x all that equivalence_kit.py names
+    world 3 x fp32, world {3, 4} x {bf16, fp16} x cells in which every two values of different factors meet
 
-`ZEROSHARD_SLOW=1` runs the whole matrix in low precision, too.
+`ZEROSHARD_SLOW=1` runs the whole matrix everywhere.
 """
 
 import pytest

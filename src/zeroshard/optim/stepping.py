@@ -129,7 +129,8 @@ class HostStepper:
     def _step(self, jobs: list[Job]) -> None:
         plan = deque(slab for job in jobs for slab in self._slabs(job))
         following = [(slab.job, slab.begin, slab.end) for slab in plan]
-        self.pool.reserve(sum(self._staged_nbytes(slab) for slab in plan))
+        sizes = [self._staged_nbytes(slab) for slab in plan]
+        self.pool.reserve(sum(sizes) + max(sizes, default=0))  # one more: pieces are whole, so its end may not fit the next
         flight: deque[Slab] = deque()
         while plan or flight:
             while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
