@@ -1,6 +1,7 @@
 """Every stage equals one process, bit for bit: the whole matrix of what a user may combine, on one and two ranks.
 
-    world {1, 2} x {fp32, bf16, fp16} x all that equivalence_kit.py names
+    world {1, 2} x fp32, world 1 x {bf16, fp16} x all that equivalence_kit.py names
+    world 2 x {bf16, fp16} x cells in which every two values of different factors meet
 
 Three and four ranks are in test_equivalence_wide.py: workers share the tests out by file.
 """
