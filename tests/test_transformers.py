@@ -87,8 +87,10 @@ def test_gradient_checkpointing_of_transformers(mode):
 
 @every_mode
 def test_bf16_casts_through_model_outputs(mode):
+    base = seeded(gpt2)  # here: threads share one generator
+
     def run(rank):
-        model = seeded(gpt2)
+        model = copy.deepcopy(base)
         model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=0.05), precision="bf16", **mode)
         losses = []
         for _ in range(10):
