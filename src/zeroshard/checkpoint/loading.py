@@ -49,6 +49,7 @@ from .stored import Reading, Stored
 
 EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time
+_SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
 
@@ -145,8 +146,8 @@ def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) ->
     states = runtime.ledger.now[OPTIMIZER] if core is not None else 0
     on_host, ranks = runtime.comm.device.type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
     available = available_nbytes()
-    fits = available is None or 2 * ranks * (values + states * on_host) <= available
-    fits = fits and (on_host or 2 * states <= torch.cuda.mem_get_info(runtime.comm.device)[0])
+    fits = available is None or _SPARE * ranks * (values + states * on_host) <= available
+    fits = fits and (on_host or _SPARE * states <= torch.cuda.mem_get_info(runtime.comm.device)[0])
     return all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory"))
 
 
