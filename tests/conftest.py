@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+from offloading import emptied, strict_devices
 
 
 class TestExpired(BaseException):
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fake streams, test_ordered_comm
 
 
 def _limit_of(item) -> float:
@@ -83,3 +84,19 @@ def pytest_runtest_call(item):
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+# -- what tests of offload share (offloading.py) -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory):
+    """A folder for swap files. Nothing may remain in it."""
+    with emptied(tmp_path_factory.mktemp("disk")) as path:
+        yield path
+
+
+@pytest.fixture
+def strict_device(monkeypatch):
+    """(rank, strict): from now on that rank has a device with a memory of its own, as unfriendly as streams may be."""
+    return strict_devices(monkeypatch)

@@ -187,7 +187,7 @@ def test_swap_folder_is_on_a_disk_and_goes(tmp_path):
 def test_a_tiny_race_of_the_tiers(tmp_path):
     """Losses agree, bytes moved are those of the states, the disk is measured, FSDP2 offloads on CPU ranks."""
     if filesystem_of(tmp_path) in MEMORY_FILESYSTEMS:
-        pytest.skip("no disk")
+        pytest.skip("no disk")  # in memory there is no bandwidth to find, and no direct I/O; counting bytes is in test_tiers_fake
     swap = tmp_path / "swap"
     swap.mkdir()
     workload = Workload(TINY, ranks=1, swap_path=str(swap), checkpoint=True)

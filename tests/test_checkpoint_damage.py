@@ -482,6 +482,6 @@ def test_c10_a_tie_that_is_not_tied_any_more_loads_both(kind, tmp_path):
         zs.close(model)
         return weights
 
-    for weights in run_threads(3, rank_run):
-        assert torch.equal(weights["head.weight"], saved.weights["head.weight"])
-        assert torch.equal(weights["embedding.weight"], saved.weights["head.weight"])
+    for loaded in run_threads(3, rank_run):
+        assert torch.equal(loaded["head.weight"], saved.weights["head.weight"])
+        assert torch.equal(loaded["embedding.weight"], saved.weights["head.weight"])

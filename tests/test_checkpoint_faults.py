@@ -183,7 +183,7 @@ def small_disk(tmp_path):
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)], capture_output=True, check=False)
     if mounted.returncode:
-        pytest.skip("a small filesystem can not be mounted here")  # the same errors are injected above
+        pytest.skip("a small filesystem can not be mounted here")  # takes root; "full on every rank" above injects the same error
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
 

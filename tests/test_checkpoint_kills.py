@@ -75,6 +75,7 @@ def live(rank: int, store: str, root: Path, notes: Path, asynchronous: bool, beg
     join_group(store, "kill", rank)
     model, optimizer = made()
     step = check_last(root, notes, rank, model, optimizer)
+    previous = 0.0  # seconds of the last save
     for number in itertools.count():
         train(model, optimizer, rank, batch_of(step))
         step += 1
@@ -364,7 +365,7 @@ def seen(tmp_path_factory):
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.limit(1200 if SLOW else 240),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),  # hundreds of ranks: each spawned one would import torch
 ]
 
 

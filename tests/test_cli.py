@@ -120,7 +120,7 @@ def test_one_rank_with_two_micro_batches_trains_the_same_model(two_ranks, text, 
 )
 def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
     if "cuda" in arguments and torch.cuda.is_available():
-        pytest.skip("there is a GPU, so asking for one is no mistake")
+        pytest.skip("there is a GPU, so asking for one is no mistake")  # and the call would train; all other mistakes remain
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("zeroshard: error: ") and captured.err.count("\n") == 1

@@ -18,7 +18,7 @@ import helpers
 import pytest
 import torch
 from helpers import Branches, OddGPT, Outcome, Task, adamw, differences, seeded, state_differences, token_batches
-from offloading import emptied, strict_devices, tiers
+from offloading import tiers
 from test_private_memory import PostOffice, PrivateComm
 from torch import Tensor, nn
 
@@ -31,17 +31,6 @@ from zeroshard.testing import run_threads
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
 DATA = token_batches(5, 1, 2)
 TASK = Task(MODEL, DATA, clip={3: 0.05})
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    with emptied(tmp_path_factory.mktemp("disk")) as path:
-        yield path
-
-
-@pytest.fixture
-def strict_device(monkeypatch):
-    return strict_devices(monkeypatch)
 
 
 def train(rank: int, task: Task, spoilt: tuple[int, ...] = (), **options) -> Outcome:

@@ -44,13 +44,13 @@ def disk():
                 if file.direct:
                     yield Path(folder)
                     return
-    pytest.skip("no filesystem with direct I/O here")
+    pytest.skip("no filesystem with direct I/O here")  # what falls back to buffered I/O is tested on /dev/shm below
 
 
 @pytest.fixture(scope="module")
 def shm():
     if filesystem_of("/dev/shm") != "tmpfs":
-        pytest.skip("/dev/shm is no tmpfs")
+        pytest.skip("/dev/shm is no tmpfs")  # the only filesystem without direct I/O that is there without mounting one
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         yield Path(folder)
 

@@ -167,7 +167,7 @@ def test_b22_too_small(tmp_path):
 def test_b22_in_memory(capsys, monkeypatch):
     monkeypatch.setattr(swap, "filesystem_of", filesystem_of)
     if filesystem_of("/dev/shm") != "tmpfs":
-        pytest.skip("/dev/shm is no tmpfs")
+        pytest.skip("/dev/shm is no tmpfs")  # another filesystem is refused for another reason, or not at all
     message = refused("/dev/shm")
     assert "tmpfs, which is memory" in message and "any_filesystem=True" in message
     with make("/dev/shm", any_filesystem=True) as folder:

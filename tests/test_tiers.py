@@ -36,9 +36,7 @@ from offloading import (
     StrictStreams,
     assert_same,
     assert_same_log,
-    emptied,
     plain_loop,
-    strict_devices,
     tiers,
 )
 from safetensors.torch import save_file
@@ -51,19 +49,6 @@ from zeroshard.memory.pool import BufferPool
 from zeroshard.memory.tiers import Tiers
 from zeroshard.optim import stepping
 from zeroshard.testing import run_threads
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    """A folder for swap files. Nothing may remain in it."""
-    with emptied(tmp_path_factory.mktemp("disk")) as path:
-        yield path
-
-
-@pytest.fixture
-def strict_device(monkeypatch):
-    return strict_devices(monkeypatch)
-
 
 # -- ranks that do not share memory --------------------------------------------------------------------------------
 

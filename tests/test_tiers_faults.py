@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Branches, OddGPT, Task, adamw, assert_equal_runs, seeded, token_batches, train
-from offloading import TINY, offload, strict_devices, tiers
+from offloading import TINY, offload, tiers
 from torch import nn
 
 import zeroshard as zs
@@ -76,11 +76,6 @@ class Faulty(files.Syscalls):
 def faulty(monkeypatch):
     """Every engine made from now on can be told to fail."""
     monkeypatch.setattr(files, "Syscalls", Faulty)
-
-
-@pytest.fixture
-def strict_device(monkeypatch):
-    return strict_devices(monkeypatch)
 
 
 def calls_of(runtime: Runtime) -> Faulty:

@@ -30,9 +30,7 @@ from offloading import (
     TINY,
     assert_same,
     assert_same_log,
-    emptied,
     plain_loop,
-    strict_devices,
     tiers,
 )
 from test_private_memory import PostOffice, PrivateComm
@@ -43,18 +41,6 @@ from zeroshard.config import Offload, Tier
 from zeroshard.memory.ledger import GATHERED, MASTERS, OPTIMIZER
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    """A folder for swap files. Nothing may remain in it."""
-    with emptied(tmp_path_factory.mktemp("disk")) as path:
-        yield path
-
-
-@pytest.fixture
-def strict_device(monkeypatch):
-    return strict_devices(monkeypatch)
 
 
 def test_gradients_leave_a_device_in_the_dtype_in_which_they_are_sent(disk, strict_device, monkeypatch):

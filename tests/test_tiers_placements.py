@@ -14,19 +14,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import Branches, OddGPT, Outcome, Task, seeded, token_batches, train
-from offloading import DEVICES, LARGE, MODEL, TASK, TINY, assert_same, emptied, plain_loop, strict_devices, tiers
+from offloading import DEVICES, LARGE, MODEL, TASK, TINY, assert_same, plain_loop, tiers
 from torch import nn
 
 import zeroshard as zs
 from zeroshard.optim import kernels, stepping
 from zeroshard.testing import run_threads
-
-
-@pytest.fixture(scope="module")
-def disk(tmp_path_factory):
-    """A folder for swap files. Nothing may remain in it."""
-    with emptied(tmp_path_factory.mktemp("disk")) as path:
-        yield path
 
 
 @pytest.fixture
@@ -36,11 +29,6 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(stepping, "_CLASS_CHUNK_NUMEL", 512)
     monkeypatch.setattr(kernels, "CHUNK_NUMEL", 512)
     monkeypatch.setattr(stepping, "CHUNK_NUMEL", 512)
-
-
-@pytest.fixture
-def strict_device(monkeypatch):
-    return strict_devices(monkeypatch)
 
 
 # -- all pairs of choices ----------------------------------------------------------------------------------------
