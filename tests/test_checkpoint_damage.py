@@ -27,6 +27,7 @@ from checkpoint_kit import (
     write_checkpoint,
 )
 from helpers import OddGPT, seeded, token_batches
+from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
@@ -34,6 +35,7 @@ from zeroshard import weights
 from zeroshard.checkpoint import loading
 from zeroshard.comm.base import misuse
 from zeroshard.memory.files import Syscalls
+from zeroshard.memory.ledger import GATHERED
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
 from zeroshard.weights import StoredTensor
@@ -396,6 +398,40 @@ def test_c11_only_what_is_trained_is_saved(adapters):
     assert names == trained.keys()
     for got in read_checkpoint(root, 2, with_other_adapters(model)):
         assert_equal(got, saved)
+
+
+def test_c11_a_merge_gathers_one_block_at_a_time(tmp_path):
+    """Base and trained matrices become one, layer by layer; the export of that holds what one process computes."""
+    model = seeded(LowRank)
+    with torch.no_grad():  # as after some training
+        for up in model.up:
+            up.weight.normal_(generator=torch.Generator().manual_seed(3))
+    merged = {f"{n}.weight": (model.base[n].weight + model.up[n].weight @ model.down[n].weight).detach() for n in range(3)}
+    biases = {f"{n}.bias": model.base[n].bias.detach().clone() for n in range(3)}
+
+    def body(rank):
+        mine = seeded(LowRank)
+        mine.load_state_dict(model.state_dict())
+        mine, _ = zs.shard(mine, None, stage=3, units="leaf")
+        block = sum(4 * unit.groups[0].layout.numel for unit in runtime_of(mine).units if unit.name in ("base.0", "down.0", "up.0"))
+        ledger = runtime_of(mine).ledger
+        ledger.peak.clear()
+        for base, down, up in zip(mine.base, mine.down, mine.up, strict=True):
+            with zs.gathered(down), zs.gathered(up):
+                update = up.weight @ down.weight
+            with torch.no_grad(), zs.gathered(base, write=True):
+                base.weight += update
+        peak = ledger.peak[GATHERED]
+        zs.save(tmp_path / "merged", mine, trained_only=False)
+        zs.close(mine)
+        return peak, block
+
+    for peak, block in run_threads(4, body):
+        assert 0 < peak <= 2 * block, (peak, block)  # a unit as it is gathered, and the copy of it that may be written
+    zs.export(tmp_path / "merged", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in (merged | biases).items():
+        assert torch.equal(found[f"base.{name}"], value), name
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -23,6 +23,7 @@ import numpy
 import pytest
 import torch
 from checkpoint_kit import LowRank, build, snapshot, train
+from residence import Peak
 
 import zeroshard as zs
 from zeroshard.checkpoint import folder as places
@@ -322,15 +323,10 @@ def loads_in_little_memory(root: str) -> tuple[int, int, int]:
         zs.save(f"{root}/large", model)
     peaks = []
     for verify in ("before", True):
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        before = resident("VmRSS")
-        zs.load(f"{root}/large", model, verify=verify)
-        peaks.append(resident("VmHWM") - before)
+        with Peak() as peak:
+            zs.load(f"{root}/large", model, verify=verify)
+        peaks.append(peak.added_nbytes)
     return nbytes, *peaks
-
-
-def resident(what: str) -> int:
-    return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
 
 
 def in_little_memory(root: str) -> tuple[int, int, int]:

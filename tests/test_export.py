@@ -6,11 +6,11 @@ import errno
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import OddGPT, adamw, differences, seeded, token_batches
+from residence import Peak
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -242,11 +242,6 @@ class Wide(nn.Module):
         self.other = nn.Linear(1024, 1024)
 
 
-def resident_nbytes(what):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
-
-
 def save_wide(rank, folder):
     zs.save(folder / "run", zs.shard(seeded(Wide), None, stage=3)[0])
     zs.save(folder / "small", zs.shard(nn.Linear(4, 4), None, stage=3)[0])
@@ -255,11 +250,10 @@ def save_wide(rank, folder):
 def export_in_little_memory(rank, world, folder):
     for format in ("safetensors", "torch"):
         zs.export(folder / "small", folder / f"small-{format}", format=format)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins here
-    before = resident_nbytes("VmRSS")
-    for format in ("safetensors", "torch"):
-        zs.export(folder / "run", folder / format, format=format, dtype=torch.bfloat16)
-    return resident_nbytes("VmHWM") - before
+    with Peak() as peak:
+        for format in ("safetensors", "torch"):
+            zs.export(folder / "run", folder / format, format=format, dtype=torch.bfloat16)
+    return peak.added_nbytes
 
 
 @pytest.mark.processes

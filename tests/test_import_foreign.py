@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import MLP, OddGPT, adamw, differences, seeded, state_differences, token_batches, vector_batches
+from offloading import tiers
 from safetensors.torch import save_model
 from torch import nn
 
@@ -51,7 +52,9 @@ def load(rank, path, make, groups=lambda model: model.parameters(), options=None
     model, optimizer = zs.shard(model, optimizer, stage=stage, **given)
     found = zs.load(path, model, optimizer)
     values, states = zs.full_state_dict(model, masters=True), zs.full_optimizer_state(model)
-    return values, states, [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups], found
+    groups_found = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    zs.close(model)
+    return values, states, groups_found, found
 
 
 GPT = trained(OddGPT, token_batches(2, 1, 1))
@@ -69,6 +72,37 @@ def test_a_training_script_s_dictionary_loads_with_its_optimizer(stage, tmp_path
         assert not state_differences(states, named_states(model, optimizer))
         assert groups[0]["lr"] == 1e-2 and groups[0]["weight_decay"] == 0.1
         assert found.step == 2 and found.rng == "left"
+
+
+TIERED = [  # param, gradient, optimizer, precision
+    ("none", "none", "cpu", "fp32"), ("none", "cpu", "nvme", "fp32"), ("cpu", "none", "cpu", "bf16"), ("nvme", "nvme", "nvme", "fp32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("param, gradient, optimizer, precision", TIERED)
+def test_states_of_a_training_script_go_to_where_they_are_to_rest(param, gradient, optimizer, precision, disk, tmp_path):
+    """And training goes on from there as the script's would, to the bit, in fp32."""
+    model, its = GPT
+    torch.save({"model": model.state_dict(), "optimizer": its.state_dict(), "step": 2}, tmp_path / "x.pt")
+    options = tiers(disk, param, gradient, optimizer, buffer_nbytes=1 << 16)
+
+    def go_on(rank, **given):
+        mine = seeded(OddGPT, 9)
+        mine, stepper = zs.shard(mine, torch.optim.AdamW(mine.parameters(), lr=1.0), stage=3, precision=precision, **given)
+        zs.load(tmp_path / "x.pt", mine, stepper)
+        loaded = zs.full_state_dict(mine, masters=True), zs.full_optimizer_state(mine)
+        mine(*token_batches(3, 1, 2)[2][0][rank]).backward()
+        stepper.step()
+        after = zs.full_state_dict(mine, masters=True), zs.full_optimizer_state(mine)
+        zs.close(mine)
+        return loaded, after
+
+    plain = run_threads(2, go_on)
+    for (loaded, after), (_, expected) in zip(run_threads(2, lambda rank: go_on(rank, **options)), plain, strict=True):
+        assert not differences(loaded[0], model.state_dict()) and not state_differences(loaded[1], named_states(model, its))
+        assert any(not torch.equal(value, loaded[0][name]) for name, value in after[0].items())
+        if precision == "fp32":
+            assert not differences(after[0], expected[0]) and not state_differences(after[1], expected[1])
 
 
 @pytest.mark.parametrize("wrap", [
@@ -322,16 +356,17 @@ def test_damaged_and_dangerous_folders_of_fsdp2_are_refused(fsdp, tmp_path):
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def check_deepspeed(folder, case, expected):
+def check_deepspeed(folder, case, expected, disk):
     """Values bit for bit; states near those of plain torch: gradients of bf16 differ in the third digit."""
     whole, states = recorded.reference()
     exact = not case.endswith("bf16")
 
-    def body(rank, stage):
-        return load(rank, folder / case, recorded.Net, recorded.groups_of, recorded.OPTIONS | {"lr": 1.0}, stage=stage)
+    def body(rank, stage, places):
+        options = tiers(disk, *places, buffer_nbytes=1 << 16) if places else {}
+        return load(rank, folder / case, recorded.Net, recorded.groups_of, recorded.OPTIONS | {"lr": 1.0}, stage=stage, **options)
 
-    for world, stage in ((1, 3), (3, 3), (2, 1)):
-        values, found, groups, result = run_threads(world, body, stage)[-1]
+    for world, stage, places in ((1, 3, ()), (3, 3, ()), (2, 1, ()), (2, 3, ("nvme", "none", "cpu")), (2, 2, ("none", "none", "nvme"))):
+        values, found, groups, result = run_threads(world, body, stage, places)[-1]
         for name in ("frozen.weight", "frozen.bias"):  # its own tool leaves them out at stage 1
             assert torch.equal(values[name], whole[name] if exact else whole[name].bfloat16().float())
             expected[name] = values[name]
@@ -351,15 +386,15 @@ def check_deepspeed(folder, case, expected):
 
 
 @pytest.mark.parametrize("case", recorded.CASES)
-def test_recorded_checkpoints_of_deepspeed_load_with_their_optimizer_states(case):
-    check_deepspeed(DATA, case, torch.load(DATA / f"{case}.pt"))
+def test_recorded_checkpoints_of_deepspeed_load_with_their_optimizer_states(case, disk):
+    check_deepspeed(DATA, case, torch.load(DATA / f"{case}.pt"), disk)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("case", recorded.CASES)
-def test_checkpoints_written_by_deepspeed_load(case, tmp_path):
+def test_checkpoints_written_by_deepspeed_load(case, disk, tmp_path):
     pytest.importorskip("deepspeed")  # not among the requirements of tests: it needs a compiler
-    check_deepspeed(tmp_path, case, recorded.make(tmp_path / case, case))
+    check_deepspeed(tmp_path, case, recorded.make(tmp_path / case, case), disk)
 
 
 def test_deepspeed_checkpoints_with_ranks_missing_are_refused(tmp_path):
@@ -373,7 +408,7 @@ def test_deepspeed_checkpoints_with_ranks_missing_are_refused(tmp_path):
     run_threads(2, body)
 
 
-def test_optimizers_that_count_steps_by_group_and_files_without_a_mapping_are_read(tmp_path, monkeypatch):
+def test_optimizers_that_count_steps_by_group_and_files_without_a_mapping_are_read(disk, tmp_path, monkeypatch):
     """As fused optimizers and older versions of DeepSpeed leave them."""
     from zeroshard.checkpoint.foreign import deepspeed
 
@@ -390,4 +425,4 @@ def test_optimizers_that_count_steps_by_group_and_files_without_a_mapping_are_re
         return found
 
     monkeypatch.setattr(deepspeed, "open_torch_file", older)
-    check_deepspeed(DATA, "stage2", torch.load(DATA / "stage2.pt"))
+    check_deepspeed(DATA, "stage2", torch.load(DATA / "stage2.pt"), disk)

@@ -6,12 +6,12 @@ import copy
 import errno
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import OddGPT, adamw, seeded, token_batches
+from residence import Peak
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from torch import nn
@@ -216,21 +216,15 @@ class Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(32))  # 4 MiB each
 
 
-def resident_nbytes(what):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
-
-
 def save_in_little_memory(rank, world, folder):
     dist.init_process_group("gloo")
     zs.save_safetensors(zs.shard(nn.Linear(4, 4), None, stage=3)[0], folder / "warm.safetensors")
     with torch.device("meta"):
         model = Deep()
     model, _ = zs.shard(model, None, stage=3, offload_param="nvme", offload_path=str(folder))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins here
-    before = resident_nbytes("VmRSS")
-    zs.save_safetensors(model, folder / "model.safetensors")
-    return resident_nbytes("VmHWM") - before, model.layers[7].weight.to_local().clone()
+    with Peak() as peak:
+        zs.save_safetensors(model, folder / "model.safetensors")
+    return peak.added_nbytes, model.layers[7].weight.to_local().clone()
 
 
 @pytest.mark.processes

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .build import write_value
 from .comm.base import Comm
 from .errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
-from .memory.aligned import bytes_of
+from .memory.aligned import bytes_of, empty
 from .runtime import Runtime, runtime_of
 from .tiles import Part, part_of, whole_name
 from .unit import ParamGroup, ParamSpec
@@ -227,10 +227,10 @@ def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None) ->
     """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
-        value, start = torch.empty(math.prod(at.shape), dtype=at.dtype), 0
+        value, start = empty(math.prod(at.shape), at.dtype), 0
     else:
         exact = group.master is not None and at.dtype != spec.dtype
-        value, start = torch.empty(home.stop - home.start, dtype=torch.float32 if exact else spec.dtype), home.start
+        value, start = empty(home.stop - home.start, torch.float32 if exact else spec.dtype), home.start
     at.read(start, value) if bulk is None else at.read(start, value, bulk)
     return value
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .build import write_value
 from .comm.base import Comm
 from .errors import ShardedWriteError, ZeroshardError
+from .memory.ledger import GATHERED
 from .unit import ParamGroup, ParamHome, Unit
 
 
@@ -69,6 +70,7 @@ class _View:
         self.unit = unit
         self.copies: list[tuple[ParamGroup, int, _Copy]] = []
         self._versions: list[int] = []
+        self.nbytes = 0  # of the copies
 
     def open(self) -> None:
         """Put copies into the modules; `close` is the inverse."""
@@ -83,10 +85,13 @@ class _View:
                     owner._parameters[attribute] = copy
         self.unit.release()
         self.unit.pinned = True
+        self.nbytes = sum(copy.nbytes for _, _, copy in self.copies)
+        self.unit.groups[0].values.ledger.enter(GATHERED, self.nbytes)  # beside what the unit takes when it is gathered
 
     def close(self) -> list[tuple[str, str]]:
         """Put the parameters back; what befell the copies: (what, parameter)."""
         self.unit.pinned = False
+        self.unit.groups[0].values.ledger.strike(GATHERED, self.nbytes)
         problems = []
         for (group, index, copy), version in zip(self.copies, self._versions, strict=True):
             spec, home = group.specs[index], group.homes[index]

@@ -48,7 +48,8 @@ class Kept:
     skipped: str | None = None
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
-    stall_s: list[float] = field(default_factory=list)  # of saves in the background
+    stall_s: list[float] = field(default_factory=list)  # of saves in the background, but for the first of a round
+    first_stall_s: float = 0.0  # of the very first, whose buffers nobody has touched
     copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
     engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, in the same round
     nbytes: int = 0
@@ -159,12 +160,11 @@ def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
     shutil.rmtree(path)
     if kept.contender.kind == "zs":
         os.sync()
-        stalls = team.ask("save_in_background", path)
+        first = max(team.ask("save_in_background", path))  # makes the buffers, which a load takes back where memory is short
+        if not kept.stall_s:
+            kept.first_stall_s = first
+        kept.stall_s.append(max(team.ask("save_in_background", path)))
         kept.copy_s.append(max(team.ask("copy_states")))
-        if kept.stall_s or len(kept.save_s) > 1:  # the first makes the buffers
-            kept.stall_s.append(max(stalls))
-        else:
-            kept.stall_s.append(max(team.ask("save_in_background", path)))
         shutil.rmtree(path)
         os.sync()
         kept.engine_nbytes_per_s.append(bandwidth(team.ask("write_bulk", kept.nbytes // team_size(team))))

@@ -25,6 +25,11 @@ def reset_peak_rss() -> None:
         pass
 
 
+def rss_nbytes() -> int | None:
+    """RSS of this process, now."""
+    return _kilobytes(Path("/proc/self/status"), "VmRSS")
+
+
 def pss_nbytes(pid: int) -> int | None:
     """Proportional set size of a process, now; None if it cannot be read."""
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")

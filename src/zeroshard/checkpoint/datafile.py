@@ -11,6 +11,7 @@ Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left
 
 from __future__ import annotations
 
+import contextlib
 import io
 import queue
 import threading
@@ -126,13 +127,20 @@ class Ring:
 
     def __init__(self, make: Callable[[int], Tensor]) -> None:
         self.make, self.count = make, 0
-        self._free: queue.SimpleQueue = queue.SimpleQueue()
+        self._free: queue.LifoQueue = queue.LifoQueue()  # those that have been touched before others
 
     def grow(self, count: int) -> None:
         """Have at least so many buffers."""
         for _ in range(self.count, count):
             self._free.put(self.make(BUFFER_NBYTES))
         self.count = max(self.count, count)
+
+    def release(self) -> None:
+        """Give back the memory of all that are free now."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._free.get_nowait()
+                self.count -= 1
 
     def take(self, go_on: Callable[[], bool]) -> Tensor | None:
         """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""

@@ -145,10 +145,21 @@ def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) ->
     values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in runtime.groups)
     states = runtime.ledger.now[OPTIMIZER] if core is not None else 0
     on_host, ranks = runtime.comm.device.type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
-    available = available_nbytes()
-    fits = available is None or _SPARE * ranks * (values + states * on_host) <= available
+    wanted = int(_SPARE * ranks * (values + states * on_host))
+    fits = _has(wanted)
+    if not all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory")):  # what saves in the background keep is not states
+        if runtime.saver is not None:
+            runtime.saver.ring.release()
+        runtime.comm.exchange(b"", "zs.load: memory given back")
+        fits = _has(wanted)
     fits = fits and (on_host or _SPARE * states <= torch.cuda.mem_get_info(runtime.comm.device)[0])
     return all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory"))
+
+
+def _has(nbytes: int) -> bool:
+    """Whether there is so much free host memory, as far as is known."""
+    available = available_nbytes()
+    return available is None or nbytes <= available
 
 
 class _Loading:

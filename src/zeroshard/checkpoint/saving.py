@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..comm.base import Comm
+from ..config import Tier
 from ..errors import CheckpointError, CheckpointWriteError, ConfigError, OffloadIOError, ZeroshardError
 from ..memory.files import Engine
 from ..optim.sharded import OptimizerCore
@@ -332,7 +333,7 @@ class _Saving:
         writer = self._open(layout)
         problem, extra = None, {}
         try:
-            self.saver.ring.grow(ROTATING + ahead)
+            self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(contents) else ROTATING + ahead)
             extra = {"ties": contents.ties, "frozen": self._identities(contents)}
             writer.fill(contents)
         except BaseException as error:
@@ -539,6 +540,10 @@ class _Saving:
         save._error = next((error for error in errors if isinstance(error, CheckpointWriteError)), errors[0] if errors else None)
         if save._error is not None and self.draft is not None and self.draft.path.exists():
             self.draft.discard()
+
+
+def _all_in_memory(contents: Contents) -> bool:
+    return all(source.tier is not Tier.DISK for source in contents.sources)
 
 
 def step_of(path: Path) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 4096  # a multiple of every usual logical block size
+_HUGE_NBYTES = 4 << 20  # two huge pages: of less, most may lie before and behind them
 _MAP_NBYTES = 1 << 16  # from here on memory is mapped by itself, exact in size; below, a slice of a larger tensor
 
 
@@ -52,6 +53,21 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
     if pin and torch.cuda.is_available():
         memory.pin(whole)
     return whole[:nbytes]
+
+
+def empty(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """Uninitialised (numel,) that is to be filled at once: on the host large ones are in huge pages (see `empty_aligned`)."""
+    nbytes = numel * dtype.itemsize
+    if torch.device(device).type != "cpu" or nbytes < _HUGE_NBYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
+    return empty_aligned(nbytes).view(dtype)
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """(numel,) zeros. On the host large ones take no memory until they are written, and then huge pages."""
+    if torch.device(device).type != "cpu" or numel * dtype.itemsize < _HUGE_NBYTES:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return empty_aligned(numel * dtype.itemsize).view(dtype)  # as the kernel maps it
 
 
 class _Mapping(mmap.mmap):

@@ -26,6 +26,7 @@ from ..comm.base import Comm
 from ..comm.streams import Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
+from .aligned import zeros
 from .files import Engine, File, empty_aligned
 from .ledger import Ledger
 from .pool import BufferPool, StagingPool
@@ -368,7 +369,7 @@ class Tiers:
             # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
-        return MemoryRest(torch.zeros(numel, dtype=dtype, device=self.comm.device), tier, self)
+        return MemoryRest(zeros(numel, dtype, self.comm.device), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
         """A tensor on the device as a resting place (its bytes are counted by its owner)."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
+from ..memory.aligned import empty
 from ..memory.tiers import Rest
 from ..runtime import Runtime
 from ..unit import ParamGroup
@@ -138,7 +139,7 @@ def _entries(core: Core, run: Run, given: list[SavedState], bulk: Any) -> dict[s
     """The states of a run on the device."""
     entries = _scalars(given)
     for key, reader in given[0].tensors.items():
-        entries[key] = torch.empty(run.numel, dtype=_dtype(run.group, reader.dtype), device=core.comm.device)
+        entries[key] = empty(run.numel, _dtype(run.group, reader.dtype), core.comm.device)
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
