@@ -369,7 +369,8 @@ class Tiers:
             # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
-        return MemoryRest(zeros(numel, dtype, self.comm.device), tier, self)
+        make = torch.zeros if self.comm.imagined else zeros
+        return MemoryRest(make(numel, dtype=dtype, device=self.comm.device), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
         """A tensor on the device as a resting place (its bytes are counted by its owner)."""
