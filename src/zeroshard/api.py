@@ -180,6 +180,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
         runtime.saver.close()
     for unit in runtime.units:
         unit.swap_out()
+        unit.land()
         whole = [(group, _whole_values(group, runtime)) for group in unit.groups] if restore else []
         unit.release()
         unit.guard(not restore)
@@ -298,6 +299,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
     runtime.tiers.check()
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
+        unit.land()
         for group in unit.groups:
             if masters and group.master is not None:
                 values = _whole_values(group, runtime)
@@ -325,6 +327,11 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return result
 
 
+def _on_host(value: Any) -> Any:
+    """Other ranks have other devices."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -341,7 +348,7 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _full_state(core: OptimizerCore, group: ParamGroup, index: int, states: dict) -> dict[str, Any]:
     """One parameter's states. A rank that holds nothing of it takes the keys and scalars from the others."""
     mine = states.get(group.params[index], {})
-    plain = {k: v for k, v in mine.items() if not isinstance(v, ShardedTensor)}
+    plain = {k: _on_host(v) for k, v in mine.items() if not isinstance(v, ShardedTensor)}
     sharded = {k: v._local for k, v in mine.items() if isinstance(v, ShardedTensor)}
     described = pickle.dumps((plain, {k: v.dtype for k, v in sharded.items()}))
     everyone = [pickle.loads(part) for part in core.comm.exchange(described, "optimizer state: keys")]

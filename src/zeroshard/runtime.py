@@ -89,7 +89,7 @@ class Runtime:
         self._reduced: set[int] = set()  # units whose reduction this backward started
         self._order = [unit.number for unit in reversed(units) if unit.expected]  # agreed, for ordered comms
         self._completed: list[int] = []  # in this backward, in this rank's order
-        self._agreed = False
+        self._agreed = False  # the order is that of a backward; until then it is that of the definition, reversed
         self._departing: list[int] = []  # units whose reduced gradients have not left for where they rest
         self._kept: list[Unit] = []  # units whose memory an output still refers to
         self.handles: list[Any] = []  # hooks, for close
@@ -384,7 +384,7 @@ class Runtime:
         for number in self._order:
             if number in self._reduced:
                 continue
-            if number not in done or not self._agreed:
+            if number not in done:
                 return
             self._reduce(self.units[number])
 
@@ -431,9 +431,11 @@ class Runtime:
 
     def _exchange_masks(self, units: set[int], params: set[int]) -> tuple[set[int], set[int]]:
         """The unions over ranks. In the usual case all ranks send the same few bytes."""
-        if self.comm.world_size == 1:
-            return units, params
         order = [number for number in self._completed] if not self._agreed and self.comm.ordered else []
+        if self.comm.world_size == 1:
+            if order:
+                self._agree_on_order(order)
+            return units, params
         unit_mask = sum(1 << number for number in units)
         param_mask = sum(1 << number for number in params)
         unit_nbytes, param_nbytes = len(self.units) // 8 + 1, self.num_params // 8 + 1
@@ -441,7 +443,8 @@ class Runtime:
         payload += struct.pack(f"<{len(order)}I", *order)
         everyone = self.comm.exchange(payload, f"end of backward (model of {self.num_params} parameters)")
         if self.comm.ordered and not self._agreed:
-            self._agree_on_order(everyone[0][unit_nbytes + param_nbytes :])
+            packed = everyone[0][unit_nbytes + param_nbytes :]
+            self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
         if all(part == payload for part in everyone):
             return units, params
         for part in everyone:
@@ -449,9 +452,8 @@ class Runtime:
             param_mask |= int.from_bytes(part[unit_nbytes : unit_nbytes + param_nbytes], "little")
         return _bits(unit_mask), _bits(param_mask)
 
-    def _agree_on_order(self, packed: bytes) -> None:
+    def _agree_on_order(self, first: list[int]) -> None:
         """Reductions are matched by order: take that in which rank 0 completed its units."""
-        first = list(struct.unpack(f"<{len(packed) // 4}I", packed))
         self._order = first + [number for number in self._order if number not in first]
         self._agreed = True
 

@@ -158,8 +158,8 @@ class ParamGroup:
 
     def set_local(self, index: int, value: Tensor) -> None:
         """Write this rank's slice of parameter `index`."""
-        self.values.rest.store(self.homes[index].begin, value)
         self.values.forget()
+        self.values.rest.store(self.homes[index].begin, value)
 
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
@@ -284,11 +284,18 @@ class Unit:
         self._move(Phase.SHARDED)
         self.guard(True)
 
+    def land(self) -> None:
+        """Drop what is being gathered ahead (GATHERING -> SHARDED): its buffers are about to be gathered for something else."""
+        if self.phase is Phase.GATHERING:
+            self.release()
+
     def outdate(self) -> None:
-        """Shards at rest are about to be written: drop what was fetched or gathered ahead of use."""
+        """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
         if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
             self.release()
             self.forget()
+        for group in self.groups:
+            group.values.settle()
 
     def guard(self, released: bool) -> None:
         """Let compute parameters that someone kept raise, instead of reading released memory."""

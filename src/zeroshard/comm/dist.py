@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import compat
-from ..errors import CollectiveMismatch, PeerFailed, StallError, ZeroshardError
+from ..errors import CollectiveMismatch, ConfigError, PeerFailed, StallError, ZeroshardError
 from .base import Comm, Region, Work, misuse, nonfinite_ranks, sum_in_rank_order
 from .streams import Streams, streams_for
 
@@ -49,11 +49,15 @@ class _DistWork(Work):
 
 
 class _Sum(_DistWork):
-    """c10d works that bring every rank's slice, then the sum of the slices."""
+    """c10d works that bring every rank's slice, then the sum of the slices.
+
+    `compute` holds what was received, as large as the whole buffer, and is let go with it: a work is kept until its source
+    is used again, and is a part of a cycle besides.
+    """
 
     def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], float | None]) -> None:
         super().__init__(comm, works, label)
-        self.compute = compute
+        self.compute: Callable[[], float | None] | None = compute
         self.ticket: Any = None
         self.transfer: Future | None = None
         if comm.ordered:  # these wait on streams, not on the host: the sum can be put in line at once
@@ -63,14 +67,20 @@ class _Sum(_DistWork):
 
     def _transfer_and_sum(self) -> float | None:
         super().wait()
-        return self.compute()
+        return self._sum()
+
+    def _sum(self) -> float | None:
+        compute, self.compute = self.compute, None
+        assert compute is not None
+        return compute()
 
     def wait(self) -> None:
         if self.transfer is not None:
             transfer, self.transfer = self.transfer, None
             with self.comm.explained(self.label):
                 transfer.result()
-            self.square_sum = self.compute()
+            self.works = []
+            self.square_sum = self._sum()
         if self.ticket is not None:
             self.comm.streams.join(self.ticket)
             self.ticket = None
@@ -116,6 +126,19 @@ class _Explained:
             raise PeerFailed(-1, f"a peer closed its connection ({error})", self.label) from error
 
 
+def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend through which a group moves what lies on a device. Raises ConfigError where it has none."""
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    found = pairs.get(device.type)
+    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives on the host alone
+        other = "nccl" if device.type == "cuda" else "gloo"
+        raise ConfigError(
+            f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
+            f"there: init_process_group({other!r}), or move the model before zs.shard()."
+        )
+    return found
+
+
 class DistComm(Comm):
     """A torch.distributed group (gloo or nccl)."""
 
@@ -127,7 +150,7 @@ class DistComm(Comm):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
-        self.backend = dist.get_backend(group)
+        self.backend = backend_for(device, group)
         self.ordered = self.backend != "gloo" if ordered is None else ordered
         self.waits_on_host = self.backend == "gloo"
         self.streams = streams or streams_for(device)

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from ..errors import ConfigError, did_you_mean
 from .base import Comm
-from .dist import DistComm
+from .dist import DistComm, backend_for
 from .shared import SharedComm
 from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 
@@ -91,7 +92,9 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
     """Ask all ranks where they are; share memory if all are on one host and on the CPU."""
     token = uuid.uuid4().hex
     places: list = [None] * dist.get_world_size()
-    dist.all_gather_object(places, (_place(), str(device.type), token))
+    backend_for(device)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not whichever is current
+        dist.all_gather_object(places, (_place(), str(device.type), token))
     same_host = len({(place, kind) for place, kind, _ in places}) == 1 and places[0][0] is not None
     if choice == "shared" and not same_host:
         raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")

@@ -46,7 +46,7 @@ class StagingPool:
     def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int) -> None:
         self.comm, self.ledger, self.count = comm, ledger, count
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
-        present = limit if comm.shares_memory else count
+        present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
         self._views: dict[tuple[int, int, torch.dtype, bool], Region] = {}
         self._longest_s = _LONGEST_S  # waited once in vain: not again for each buffer, until one comes free
@@ -219,17 +219,23 @@ class Arena:
         """Of the memory that there is now."""
         return 0 if self.memory is None else self.memory.numel()
 
+    def lacks(self, nbytes: int) -> bool:
+        """True where `reserve` would make more memory, and so must find nothing in use."""
+        return self._wanted(nbytes) > self.nbytes
+
+    def _wanted(self, nbytes: int) -> int:
+        return min(-(-nbytes // self.align) * self.align, self.limit_nbytes)
+
     def reserve(self, nbytes: int) -> None:
         """So many bytes would be of use. More than before are made where nothing is in use."""
-        wanted = min(-(-nbytes // self.align) * self.align, self.limit_nbytes)
-        if wanted <= self.nbytes:
+        if not self.lacks(nbytes):
             return
         self.drain()
         if self._pieces:
             return
         self._drop()
-        self.memory, self._head = self.make(wanted), 0
-        self.ledger.enter(STAGING, wanted, self.tier)
+        self.memory, self._head = self.make(self._wanted(nbytes)), 0
+        self.ledger.enter(STAGING, self.nbytes, self.tier)
 
     def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
         """A piece (nbytes,) at a multiple of `align`.

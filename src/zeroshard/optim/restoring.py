@@ -6,7 +6,7 @@ another partition, is stepped by as few kernels as its state allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class Core(Protocol):
 
     runtime: Runtime
     comm: Comm
+    outer: torch.optim.Optimizer
     replicated: bool
     runs: list[list[Run]]
     maker: RunMaker
@@ -87,7 +88,7 @@ def restore(core: Core, states: dict[int, SavedState]) -> None:
         core.runs[number].append(run)
         if isinstance(run.states, ColumnStates):
             _fill_columns(run, run.states, given)
-        elif entries := _entries(core, run, given, None):
+        elif entries := _entries(core, number, run, given, None):
             run.states.save(entries)
     core.states_changed()
 
@@ -95,7 +96,7 @@ def restore(core: Core, states: dict[int, SavedState]) -> None:
 @torch.no_grad()
 def stage(core: Core, states: dict[int, SavedState], bulk: Any) -> Callable[[], None]:
     """The same in two steps, for states on the device: notes what is to be read; what is returned replaces the states then."""
-    made = [(number, run, _entries(core, run, given, bulk)) for number, run, given in _runs(core, states)]
+    made = [(number, run, _entries(core, number, run, given, bulk)) for number, run, given in _runs(core, states)]
 
     def put() -> None:
         _forget(core)
@@ -130,14 +131,24 @@ def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run,
             yield number, run, [given[index] for index in run.indices]
 
 
-def _scalars(given: list[SavedState]) -> dict[str, Any]:
-    """They are equal."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in given[0].scalars.items()}
+def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:
+    """Counters and the like, on the device where the run's step wants them, whichever they come from.
+
+    The host steps with what is on the host. On the device it is as when torch loads a state dict: `step` stays on the host,
+    but for fused and capturable optimizers, whose kernels would take a pointer of the host for one of their own.
+    """
+    on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
+    found = dict(saved.scalars)
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            to_device = run.tensor is not None and (on_device or key != "step")
+            found[key] = value.to(run.tensor.device if to_device else "cpu", copy=True)  # type: ignore[union-attr]
+    return found
 
 
-def _entries(core: Core, run: Run, given: list[SavedState], bulk: Any) -> dict[str, Any]:
-    """The states of a run on the device."""
-    entries = _scalars(given)
+def _entries(core: Core, number: int, run: Run, given: list[SavedState], bulk: Any) -> dict[str, Any]:
+    """The states of a run on the device. number: of the optimizer's group."""
+    entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
     for key, reader in given[0].tensors.items():
         entries[key] = empty(run.numel, _dtype(run.group, reader.dtype), core.comm.device)
     for index, state in zip(run.indices, given, strict=True):
@@ -156,7 +167,7 @@ def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> No
     if not given[0].tensors and not given[0].scalars:
         return
     columns = {key: states.column(key, _dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
-    states.names, states.scalars = list(columns), _scalars(given)
+    states.names, states.scalars = list(columns), scalars_for(run, {}, given[0])
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         for key, reader in state.tensors.items():
