@@ -84,6 +84,19 @@ def imports_of(module: str) -> set[str]:
     return found - {module}
 
 
+SLOW_TO_IMPORT = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "matplotlib")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(("bench", "cli"))])
+def test_what_takes_seconds_to_import_is_imported_where_it_is_used(module):
+    """`import zeroshard` takes half a second more than `import torch`; with one of these, two."""
+    for node in ast.parse(MODULES[module].read_text()).body:
+        given = [alias.name for alias in getattr(node, "names", ())] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        names = [f"{node.module}.{name}" for name in given] if isinstance(node, ast.ImportFrom) else given
+        for name in names:
+            assert not name.startswith(SLOW_TO_IMPORT), f"{module} imports {name} when it is imported itself"
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
     for other in imports_of(module):

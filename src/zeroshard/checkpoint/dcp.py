@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..boxes import Box
 
@@ -172,6 +170,10 @@ def write_metadata(
     tensors: (name, path in the nested state dict, dtype, shape, [(box, file, offset and length of its blob)]).
     objects: (name, path, file, offset, length).
     """
+    # here, since it takes as long to import as torch itself does: all of torch's distributed tensors, and sympy
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     described: dict[str, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
     stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
