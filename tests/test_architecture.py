@@ -6,6 +6,7 @@ better home for what it imports.
 """
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ LAYERS = (
     ("plan", "integrations", "export"),
     ("cli", "bench", "__main__"),
 )
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def module_name(path: Path) -> str:
@@ -70,7 +76,7 @@ def imports_of(module: str) -> set[str]:
     path = MODULES[module]
     package = list(path.relative_to(ROOT).parent.parts)
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         names: list[list[str]] = []
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "zeroshard"):
             given = (node.module or "").split(".") if node.module else []
@@ -90,7 +96,7 @@ SLOW_TO_IMPORT = ("torch.distributed.checkpoint", "torch.distributed.tensor", "t
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(("bench", "cli"))])
 def test_what_takes_seconds_to_import_is_imported_where_it_is_used(module):
     """`import zeroshard` takes half a second more than `import torch`; with one of these, two."""
-    for node in ast.parse(MODULES[module].read_text()).body:
+    for node in parsed(MODULES[module]).body:
         given = [alias.name for alias in getattr(node, "names", ())] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         names = [f"{node.module}.{name}" for name in given] if isinstance(node, ast.ImportFrom) else given
         for name in names:
@@ -128,7 +134,7 @@ def test_modules_do_not_import_in_circles():
 
 @pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_file_opens_with_what_it_is_for(path):
-    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    docstring = ast.get_docstring(parsed(path))
     assert docstring and len(docstring) > 15, f"{path}: open it with a docstring that says what the file is for"
 
 
@@ -137,7 +143,7 @@ def test_files_and_functions_can_be_read_in_one_go(path):
     text = path.read_text()
     lines = len(text.splitlines())
     assert lines <= MAX_FILE_LINES, f"{path.name} has {lines} lines, at most {MAX_FILE_LINES}"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = node.end_lineno - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
