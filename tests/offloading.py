@@ -2,8 +2,9 @@
 
 `StrictStreams` is as unfriendly as streams may be: a copy happens when somebody waits for it and not before, until then
 its target is NaN, a copy to the host is there only when the *host* has waited, and what is being copied from the host must
-stay as it is until the host has waited. So a missing join, a missing wait or a buffer that is used again too early is a
-wrong number here, as it would be on a GPU, but every time.
+stay as it is until the host has waited (that a stream has joined the copy says nothing about when it runs). So a missing
+join, a missing wait or memory that is written too early is a wrong number or an error here, as it would be on a GPU, but
+every time.
 """
 
 import contextlib
@@ -20,6 +21,8 @@ import torch
 from helpers import OddGPT, Outcome, Task, assert_equal_runs, differences, seeded, state_differences, token_batches
 
 import zeroshard as zs
+from zeroshard.activations.disk import DiskPlace
+from zeroshard.activations.places import MemoryPlace
 from zeroshard.comm import world
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
@@ -50,13 +53,14 @@ def tiers(disk: str, parameter: str = "none", gradient: str = "none", optimizer:
     return {f"offload_{state}": offload(device, disk, **options) for state, device in places.items()}
 
 
-@dataclass
+@dataclass(eq=False)
 class Ticket:
     """One copy between host and device."""
 
     direction: Tier  # where it ends
     target: torch.Tensor
     source: torch.Tensor
+    given: torch.Tensor  # what the source held at the start
     taken: torch.Tensor | None = None  # what the copy has read, once it has run
     over: bool = False  # the host knows
 
@@ -69,16 +73,39 @@ class StrictStreams(Streams):
     def __init__(self, seed: int = 0) -> None:
         self.direction = Tier.DEVICE  # of the coming copy: Tiers.copy tells (see `strict_devices`)
         self.queues = {Tier.DEVICE: deque(), Tier.HOST: deque()}
+        self.uploads: list[Ticket] = []  # of which the host does not know that they are over
+        self.downloads: list[Ticket] = []
         self.draw = random.Random(seed)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         assert target.data_ptr() != source.data_ptr()
-        ticket = Ticket(self.direction, target, source)
+        self.check()
+        self._chain(target, source)
+        ticket = Ticket(self.direction, target, source, source.clone())
         self.queues[ticket.direction].append(ticket)
+        (self.uploads if ticket.direction is Tier.DEVICE else self.downloads).append(ticket)
         target.fill_(math.nan)
         return ticket
 
+    def _chain(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """The device's own order: what it has joined is before this copy, also in host memory of which the host knows nothing."""
+        if self.direction is Tier.HOST:
+            for upload in [other for other in self.uploads if _overlap(other.source, target)]:
+                assert upload.taken is not None, "host memory is to be written before its copy to the device"
+                self.uploads.remove(upload)
+            self.downloads = [other for other in self.downloads if not _overlap(other.target, target)]
+        else:
+            for download in [other for other in self.downloads if other.taken is not None and _overlap(other.target, source)]:
+                self.finish(download)
+
+    def check(self) -> None:
+        """What the host has not waited for may still be read."""
+        for ticket in self.uploads:
+            same = torch.equal(ticket.source.view(torch.uint8), ticket.given.view(torch.uint8))
+            assert same, "host memory was written before its copy to the device was over"
+
     def join(self, ticket: Ticket) -> None:
+        self.check()
         queue = self.queues[ticket.direction]
         while ticket.taken is None:
             due = queue.popleft()
@@ -93,14 +120,19 @@ class StrictStreams(Streams):
         ticket.over = True
         if ticket.direction is Tier.HOST:
             ticket.target.copy_(ticket.taken)
-        else:
-            assert torch.equal(ticket.source, ticket.taken), "host memory was written before its copy to the device was over"
+            self.downloads = [other for other in self.downloads if other is not ticket]
+        elif ticket in self.uploads:  # those before it are over too: one stream
+            del self.uploads[: self.uploads.index(ticket) + 1]
 
     def finished(self, ticket: Ticket) -> bool:
         """Now and then a copy is over by itself."""
         if not ticket.over and self.draw.random() < 0.3:
             self.finish(ticket)
         return ticket.over
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.data_ptr() < right.data_ptr() + right.nbytes and right.data_ptr() < left.data_ptr() + left.nbytes
 
 
 def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
@@ -112,7 +144,17 @@ def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             self.streams.direction = ends
         return plain(self, target, source, begins, ends)
 
+    def telling(method, direction):
+        def wrapped(self, *args, **kwargs):
+            self.streams.direction = direction
+            return method(self, *args, **kwargs)
+
+        return wrapped
+
     monkeypatch.setattr(Tiers, "copy", told)
+    for place, down, up in ((MemoryPlace, "put", "fetch"), (DiskPlace, "put", "get")):
+        monkeypatch.setattr(place, down, telling(getattr(place, down), Tier.HOST))
+        monkeypatch.setattr(place, up, telling(getattr(place, up), Tier.DEVICE))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1024")  # steps on one thread: the ranks here share the cores
 
     def use(rank: int, strict: bool = True) -> None:

@@ -6,11 +6,13 @@ That numbers are the same bits as without is in test_activations.py.
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import multiprocessing
 import os
 import traceback
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,6 +312,53 @@ def test_fake_tensors_pass(activate):
     assert zs.activation_report(model).packed == 0 and model.first.weight.grad.shape == (DIM, DIM)
 
 
+@pytest.mark.parametrize("blocks, free, needed", [("auto", 0, 3 * 4096), ("auto", 3 * 4096, None), (None, 4096, 4096)])
+def test_a_disk_that_is_too_small_is_refused_when_the_first_pass_is_known(activate, monkeypatch, tmp_path, blocks, free, needed):
+    """Blocks of one class: before the first of them is written. The model's own checkpoints: before the one that does not fit."""
+    model = activate(seeded(Own if blocks is None else Stack, DIM), "nvme", blocks=blocks)
+    plain = os.statvfs
+
+    def statvfs(path):
+        taken = sum(file.stat().st_blocks * 512 for file in tmp_path.glob("*/checkpoints-*"))
+        found = plain(path)
+        return SimpleNamespace(f_bavail=(free - taken) // 4096, f_frsize=4096, f_flag=found.f_flag)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+    def forward():
+        return square(model, (torch.ones(4, DIM),))
+
+    place = store_of(model).place
+    write = place.engine.write
+    # as if the disk were as fast as memory: what was written is taken
+    monkeypatch.setattr(place.engine, "write", lambda *request: (handle := write(*request), handle.wait())[0])
+    if needed is None:
+        forward().backward()
+        return
+    for _ in range(2):
+        error = caught(forward)
+        assert isinstance(error, zs.errors.SwapError) and f"{needed} bytes (0.00 GiB) are needed, 0 bytes" in str(error)
+        assert str(tmp_path) in str(error) and not any(zs.activation_report(model).held.values())
+    zs.checkpoint_activations(model, off=True)
+
+
+def test_a_disk_without_room_for_all_ranks_of_the_host(activate, monkeypatch, tmp_path):
+    """All are told, whoever asks first."""
+    plain = seeded(Stack, DIM)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    small = SimpleNamespace(f_bavail=5, f_frsize=4096, f_flag=0)
+    monkeypatch.setattr(os, "statvfs", lambda path: small)
+
+    def body(rank):
+        model = activate(copy.deepcopy(plain), "nvme" if rank else "none")
+        model, _ = zs.shard(model, adamw(model.parameters()), stage=1)
+        return caught(lambda: square(model, (torch.ones(4, DIM),)).backward())
+
+    for error in run_threads(2, body, timeout_s=10):
+        assert isinstance(error, zs.errors.SwapError), repr(error)
+        assert f"{6 * 4096} bytes (0.00 GiB) are needed by all ranks of this host, {3 * 4096} by this one" in str(error)
+
+
 # -- ranks that differ ---------------------------------------------------------------------------------------------
 
 
@@ -317,6 +366,7 @@ def caught(fn):
     try:
         fn()
     except zs.ZeroshardError as error:
+        error.__context__ = None
         return error.with_traceback(None)  # which holds the graph
     return None
 
@@ -399,6 +449,55 @@ def test_a_disk_that_fails_is_reported_on_every_rank(activate):
 
     for error in run_threads(2, body):
         assert type(error).__name__ == "OffloadIOError" and "/checkpoints-" in str(error)
+
+
+@pytest.mark.parametrize("stage, checkpoints_first, units", [(3, True, "auto"), (1, False, "auto"), (3, False, "one")])
+def test_a_disk_that_fails_ends_the_step_of_all_data_parallel_ranks(activate, stage, checkpoints_first, units):
+    """Else the others would take the failed rank's next step for this one."""
+    plain, units = seeded(Stack, DIM), "auto" if units == "auto" else lambda name, module: False
+
+    def body(rank):
+        model = copy.deepcopy(plain)
+        model = activate(model, "nvme") if checkpoints_first else model
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage, units=units)
+        model = model if checkpoints_first else activate(model, "nvme")
+
+        def step(fail=False):
+            loss = square(model, (torch.ones(4, DIM),))
+            if fail:
+                for kept in store_of(model)._live.values():
+                    kept.writing.wait()
+                    os.ftruncate(kept.file.fd, 0)
+            loss.backward()
+            optimizer.step()
+
+        step()
+        error, later = caught(lambda: step(fail=rank == 1)), caught(step)
+        return error, later, optimizer.core.runtime.steps
+
+    for error, later, steps in run_threads(2, body, timeout_s=10):
+        for raised in (error, later):
+            assert isinstance(raised, zs.OffloadIOError), repr(raised)
+            assert "/checkpoints-" in raised.file and raised.offset % 4096 == 0 and raised.errno == errno.ENODATA
+        assert steps == 1 and (error.file, error.offset) == (later.file, later.offset)
+
+
+def test_one_rank_goes_on_after_its_disk_failed(activate):
+    """Nothing that rests there outlives a backward, and no peer waits: the next step is as good as any."""
+    model = activate(seeded(Stack, DIM), "nvme")
+    model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3)
+    loss = square(model, (torch.ones(4, DIM),))
+    file = store_of(model).place._files[0][0]
+    for kept in store_of(model)._live.values():
+        kept.writing.wait()
+    os.ftruncate(file.fd, 0)
+    assert isinstance(caught(loss.backward), zs.OffloadIOError)
+    del loss
+    os.ftruncate(file.fd, file.nbytes)
+    optimizer.zero_grad()
+    square(model, (torch.ones(4, DIM),)).backward()
+    assert optimizer.step() is None and zs.full_state_dict(model)["first.weight"].isfinite().all()
+    zs.close(model)
 
 
 # -- process groups ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from activation_kit import DIM, LAYERS, Nested, Own, OwnReentrant, activator, every_place, gradients, store_of
+from offloading import TINY, tiers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import (
@@ -166,6 +167,34 @@ def test_bf16_sharded_and_partitioned_equals_bf16_sharded(activate, place):
     for mine, theirs in zip(traces, plain, strict=True):
         assert theirs.notes.packed == 0 and mine.notes.packed == 2 * LAYERS
         compare(mine, theirs, 0.0)
+
+
+CROSSED = [  # stage, activations, partition, parameters, gradients, optimizer, has the device a memory of its own?
+    (3, "cpu", None, "nvme", "cpu", "cpu", True),
+    (3, "nvme", "auto", "cpu", "nvme", "nvme", True),
+    (3, "none", "auto", "nvme", "none", "nvme", False),
+    (1, "nvme", None, "none", "none", "nvme", False),
+    (1, "cpu", "auto", "none", "none", "cpu", True),
+]
+
+
+@pytest.mark.parametrize("cell", CROSSED, ids=lambda cell: "-".join(map(str, cell)))
+def test_activations_and_model_states_rest_where_they_may(activate, disk, strict_device, cell):
+    """Both have streams, buffers and files at one time, and change no bit of a run that has neither."""
+    stage, place, partition, *states, own_device = cell
+    case = Case(seeded(Language, blocks=LAYERS), [[batch[0]] * 2 for batch in token_batches(3, 1, 17, 2, 5)])
+
+    def body(rank):
+        strict_device(rank, own_device)
+        mode = {"stage": stage, "map_shared": False, **tiers(disk, *states, **TINY, fused=False)}
+        return trained(rank, case, mode, False, lambda model: activate(model, place, partition=partition))
+
+    for trace, wanted in zip(run_threads(2, body), reference(case), strict=True):
+        compare(trace, wanted, 0.0)
+        rests = {"none": "device", "cpu": "host", "nvme": "disk"}[place]
+        assert trace.notes.peak[rests] > 0 and trace.notes.gathers.count == (3 * LAYERS if partition else 0)
+        if own_device:
+            assert trace.notes.moved["device -> host"] > 0 and trace.notes.moved["host -> device"] > 0
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -17,7 +17,7 @@ from helpers import seeded, token_batches
 from test_tiers_faults import Faulty, raised_by
 
 import zeroshard as zs
-from zeroshard.checkpoint import datafile, saving
+from zeroshard.checkpoint import datafile, saving, writing
 from zeroshard.checkpoint import folder as places
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.saving import saver_of
@@ -129,7 +129,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], int]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asynchronous, tmp_path, monkeypatch):
     """Path, errno, bytes needed and free; training goes on with the same bits; the pointer stands; the next save works."""
-    monkeypatch.setattr(saving, "Engine", lambda: files.Engine(calls=Faulty()))
+    monkeypatch.setattr(writing, "Engine", lambda: files.Engine(calls=Faulty()))
     met = threading.Barrier(2)
 
     def rank_run(rank: int) -> None:

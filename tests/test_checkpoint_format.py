@@ -151,15 +151,15 @@ def test_must_4_a_draft_is_locked_while_its_writer_lives(tmp_path, monkeypatch):
         plain(source, target)
 
     model, optimizer = saver()
-    for name, held in ((".a.123456.tmp", True), (".b.123456.tmp", False), (".c.123456.tmp", None)):
+    for name, held in ((".a.123456.draft", True), (".b.123456.draft", False), (".c.123456.draft", None)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch() if held is not None else None
-    with open(tmp_path / ".a.123456.tmp" / "lock") as file, monkeypatch.context() as patch:
+    with open(tmp_path / ".a.123456.draft" / "lock") as file, monkeypatch.context() as patch:
         fcntl.flock(file, fcntl.LOCK_EX)
         patch.setattr(os, "rename", rename)
         zs.save(tmp_path, model, optimizer, name="x")
-    assert len(seen) == 1 and seen[0].startswith(".x.") and seen[0].endswith(".tmp") and not (tmp_path / "x" / "lock").exists()
-    assert sorted(path.name for path in tmp_path.glob(".*")) == [".a.123456.tmp"]
+    assert len(seen) == 1 and seen[0].startswith(".x.") and seen[0].endswith(".draft") and not (tmp_path / "x" / "lock").exists()
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".a.123456.draft"]
     zs.close(model)
 
 

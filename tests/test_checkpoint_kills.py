@@ -129,7 +129,7 @@ def kill_often(root: str, kills: int, seed: int) -> dict:
         os.close(reader)
         assert said and ends == [-signal.SIGKILL] * WORLD, f"run {number} ended by itself: {ends}"
         seen["kills"] += 1
-        seen["torn"] += bool(list(where.glob(".*.tmp")))
+        seen["torn"] += bool(list(where.glob(".*.draft")))
     model, optimizer = build_alone()
     seen["steps"] = check_last(where, notes, 0, model, optimizer)
     zs.save(where, model, optimizer, name="last")

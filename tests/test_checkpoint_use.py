@@ -222,7 +222,7 @@ def test_without_a_good_pointer_the_newest_complete_one_counts(content, tmp_path
     for step in (1, 2):
         zs.save(tmp_path, model, optimizer, step=step)
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
-    (tmp_path / ".step-00000003.abcdef.tmp").mkdir()
+    (tmp_path / ".step-00000003.abcdef.draft").mkdir()
     (tmp_path / "step-00000004").mkdir()  # no manifest: no checkpoint
     (tmp_path / "latest").unlink()
     if content is not None:
@@ -237,13 +237,13 @@ def test_what_is_not_there_is_said(tmp_path):
         zs.load(tmp_path / "nowhere", model, optimizer)
     with pytest.raises(zs.CheckpointNotFound, match="expected a folder with a complete checkpoint, found none"):
         zs.load(tmp_path, model, optimizer)
-    (tmp_path / ".step-00000003.abcdef.tmp").mkdir()
+    (tmp_path / ".step-00000003.abcdef.draft").mkdir()
     with pytest.raises(FileNotFoundError, match="only 1 unfinished"):
         zs.load(tmp_path, model, optimizer)
     zs.save(tmp_path, model, optimizer, name="good")
     with pytest.raises(zs.CheckpointNotFound, match="no complete checkpoint 'bad'; there are: good"):
         zs.load(tmp_path, model, optimizer, name="bad")
-    assert not (tmp_path / ".step-00000003.abcdef.tmp").exists(), "the next save removes what is left"
+    assert not (tmp_path / ".step-00000003.abcdef.draft").exists(), "the next save removes what is left"
     zs.close(model)
 
 

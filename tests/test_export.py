@@ -140,6 +140,76 @@ def test_a_file_of_torch_save_loads_with_weights_only_and_keeps_ties(tmp_path):
     assert torch.equal(torch.load(tmp_path / "half.pt")["norm.weight"], state["norm.weight"].bfloat16())
 
 
+class Notes:
+    """Of a class that torch does not load by itself."""
+
+
+class Noting(nn.Module):
+    """Modules whose state dict has more than tensors."""
+
+    def __init__(self, note=None) -> None:
+        super().__init__()
+        self.inner, self.plain = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.note = note if note is not None else {"calls": 3, "amax": torch.arange(5.0), "scale": torch.ones(2, dtype=torch.uint16)}
+
+    def get_extra_state(self):
+        return self.note
+
+    def set_extra_state(self, state) -> None:
+        self.note = state
+
+
+def save_noting(root, note=None):
+    model, _ = zs.shard(nn.Sequential(seeded(lambda: Noting(note))), None)
+    zs.save(root, model)
+    zs.close(model)
+    return model.state_dict()
+
+
+def test_what_modules_keep_besides_tensors_is_in_files_of_torch_save(tmp_path):
+    state = save_noting(tmp_path / "run")
+    zs.export(tmp_path / "run", tmp_path / "model.pt", format="torch")
+    zs.export(tmp_path / "run", tmp_path / "part.pt", format="torch", prefix="0.")
+    for mmap in (False, True):
+        got = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+        assert got.keys() == state.keys() and got["0._extra_state"]["calls"] == 3
+        assert torch.equal(got["0._extra_state"]["amax"], torch.arange(5.0)) and torch.equal(got["0.inner.weight"], state["0.inner.weight"])
+    torch.save(state, tmp_path / "plain.pt")
+    assert torch.load(tmp_path / "plain.pt").keys() == got.keys()
+    model = Noting({})
+    model.load_state_dict(torch.load(tmp_path / "part.pt"), strict=True)
+    assert model.note["calls"] == 3 and torch.equal(model.note["scale"], torch.ones(2, dtype=torch.uint16))
+
+
+def test_what_an_export_can_not_hold_is_said(tmp_path, capfd):
+    save_noting(tmp_path / "run")
+    assert zs.export(tmp_path / "run", tmp_path / "out").tensors == 4
+    assert "safetensors holds tensors alone: left out 0._extra_state; format='torch'" in capfd.readouterr().err
+    save_noting(tmp_path / "other", Notes())
+    zs.export(tmp_path / "other", tmp_path / "other.pt", format="torch")
+    assert "classes that torch does not load by itself: 0._extra_state; load it with strict=False" in capfd.readouterr().err
+    assert "0._extra_state" not in torch.load(tmp_path / "other.pt")
+    zs.export(tmp_path / "run", tmp_path / "quiet.pt", format="torch")
+    assert not capfd.readouterr().err
+
+
+def test_an_unreadable_checkpoint_is_one_line(tmp_path, capsys, monkeypatch):
+    """A disk that fails, before and while it is written; a checkpoint that its run removes meanwhile."""
+    saved(tmp_path / "run", odd)
+    plain = os.preadv
+    capsys.readouterr()
+    monkeypatch.setattr(os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))))
+    for arguments in ([], ["--no-verify"]):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), *arguments]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "Input/output error" in said and os.listdir(tmp_path) == ["run"]
+    monkeypatch.setattr(os, "preadv", plain)
+    monkeypatch.setattr(zs.checkpoint.opening, "check_digests", lambda folder, *_: [file.unlink() for file in folder.iterdir()])
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "step-00000001/rank-0000" in said and os.listdir(tmp_path) == ["run"]
+
+
 def test_other_libraries_checkpoints_can_be_exported_too(tmp_path):
     state = seeded(odd).state_dict()
     torch.save({"model": state}, tmp_path / "x.pt")

@@ -12,6 +12,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
+from zeroshard.optim import kernels, stepping
 from zeroshard.plan import forecast as module
 from zeroshard.plan import probe
 from zeroshard.plan.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
@@ -119,6 +120,59 @@ def test_all_ranks_are_told_the_same_with_what_was_measured(tmp_path):
     assert set(cpu.rates) == {HOST_STEP}
 
 
+SEPARATE = {"stage": 2, "offload_optimizer": "cpu", "precision": "bf16", "max_grad_norm": 1.0}
+REHEARSED = {
+    "bf16 arrives": (SEPARATE, True, 1),
+    "bf16 is added in fp32": (SEPARATE, True, 2),
+    "its own class": ({**SEPARATE, "offload_optimizer": {"device": "cpu", "fused": False}}, True, 1),
+    "the device is the host": ({**SEPARATE, "offload_optimizer": {"device": "cpu", "fused": True}}, False, 1),
+}
+
+
+@pytest.mark.parametrize("name", REHEARSED)
+def test_what_is_measured_is_the_step_that_runs(name, monkeypatch, strict_device):
+    """Gradients of the same dtype, scaled where they will be, by the same threads."""
+    options, separate, accumulate = REHEARSED[name]
+    seen: dict[str, set] = {"rehearsed": set(), "run": set()}
+
+    def watch(place, owner, attribute, gradient_of, factor_of):
+        plain = getattr(owner, attribute)
+
+        def call(*args, **kwargs):
+            team = kwargs.get("team")
+            seen[place].add((
+                gradient_of(args).dtype, factor_of(args, kwargs) == 1.0, torch.get_num_threads(), team and team.threads,
+            ))  # fmt: skip
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, attribute, call)
+
+    for place, owner in (("rehearsed", probe), ("run", stepping)):
+        watch(place, owner, "step_stretch", lambda args: args[2], lambda args, kwargs: kwargs["scale"])
+    watch("rehearsed", probe.Rehearsal, "_step_class", lambda args: args[2], lambda args, kwargs: args[0].factor)
+    watch("run", stepping.HostStepper, "_step_class", lambda args: args[3], lambda args, kwargs: args[1].factor)
+
+    monkeypatch.setattr(module, "copy_rates", lambda tiers: (1e9, 1e9))  # strict devices copy no bytes
+
+    def rank_run(rank: int) -> str:
+        strict_device(rank, separate)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        monkeypatch.setattr(kernels, "visible_cores", lambda: 3)
+        model = copy.deepcopy(QUIET)
+        model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **options)
+        told = forecast(model, lambda: model(*BATCHES[0][0][0]), accumulate=accumulate)
+        for micro in range(accumulate):
+            model(*BATCHES[0][micro][0]).backward()
+        zs.clip_grad_norm_(model, 1e-3)
+        optimizer.step()
+        zs.close(model, restore=False)
+        return str(told)
+
+    (text,) = run_threads(1, rank_run, timeout_s=20)
+    assert seen["rehearsed"] == seen["run"] and len(seen["run"]) == 1, seen
+    assert ("(3 threads a rank, 3 cores)" if separate else "(1 thread a rank, 3 cores)") in text, text
+
+
 # -- the arithmetic ----------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +237,9 @@ def test_what_a_step_takes_by_hand(monkeypatch):
 
 
 def test_it_is_shown_in_one_line():
-    text = str(Forecast({HOST_STEP: 2.5e8, "disk": 1.5e9}, {"disk": 2.0, "host step": 0.5}, 3.25, "disk"))
+    rates, seconds = {HOST_STEP: 2.5e8, "disk": 1.5e9}, {"disk": 2.0, "host step": 0.5}
+    text = str(Forecast(rates, seconds, 3.25, "disk", "2 threads a rank, 4 cores"))
     assert text == (
-        "measured on each rank: host step 0.25 G parameters/s, disk 1.50 GB/s; a step takes 3.25 s "
+        "measured on each rank: host step 0.25 G parameters/s (2 threads a rank, 4 cores), disk 1.50 GB/s; a step takes 3.25 s "
         "(disk 2.00 s, host step 0.50 s), bound by disk"
     )

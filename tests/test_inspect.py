@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 
 import pytest
 import torch
+import xxhash
 from helpers import OddGPT, adamw, seeded, token_batches
 
 import zeroshard as zs
+from zeroshard.checkpoint import folder as places
+from zeroshard.checkpoint import inspect, opening
 from zeroshard.cli import main
 from zeroshard.testing import run_threads
 
@@ -75,6 +80,56 @@ def test_damage_is_told_with_a_code_and_the_place(run, capsys):
     flip(run / "step-00000002" / "manifest.json", 99)
     assert "manifest.json is damaged" in zs.inspect_checkpoint(run / "step-00000002")[0].damage
     assert main(["inspect", str(run / "step-00000002")]) == 1
+
+
+def test_what_can_not_be_read_is_told_of_that_checkpoint_alone(run, capsys, monkeypatch):
+    """A failing disk, files nobody may read, and a version of tomorrow: the others are listed, and the code says so."""
+    first, second = run / "step-00000001", run / "step-00000002"
+
+    def refuse(path, *arguments, **options):
+        if path == first / "rank-00001.distcp":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, *arguments, **options)
+
+    def preadv(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "open", refuse, raising=False)
+        found = zs.inspect_checkpoint(run)
+        assert [one.checksums for one in found] == ["unreadable", "hold"] and "Permission denied" in found[0].damage
+        assert found[0].numel == NUMEL and "rank-00001.distcp" in found[0].damage
+        patch.setattr(os, "preadv", preadv)
+        assert main(["inspect", str(second)]) == 1
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and "could not be read at byte 0: EIO: Input/output error" in said
+    text = (second / "manifest.json").read_text().rpartition(',"checksum":"')[0].replace('"version":1,', '"version":99,')
+    (second / "manifest.json").write_text(f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n')
+    found = zs.inspect_checkpoint(run)
+    assert [one.checksums for one in found] == ["hold", "unreadable"] and "newer version" in found[1].damage
+    assert main(["inspect", str(run)]) == 1
+
+
+def test_what_a_run_removes_meanwhile_is_left_out(run, capsys, monkeypatch):
+    plain_check, plain_complete, vanishing = inspect.check_digests, places.complete, [1, 1]
+
+    def removed_while_read(folder, manifest):
+        if folder.name == "step-00000001":
+            shutil.rmtree(folder)
+        return plain_check(folder, manifest)
+
+    def removed_while_listed(root):
+        if vanishing and vanishing.pop():
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(root / "step-00000000" / "manifest.json"))
+        return plain_complete(root)
+
+    monkeypatch.setattr(inspect, "check_digests", removed_while_read)
+    monkeypatch.setattr(places, "complete", removed_while_listed)
+    assert [one.step for one in zs.inspect_checkpoint(run)] == [2] and not vanishing
+    monkeypatch.setattr(inspect, "check_sizes", lambda folder, manifest: shutil.rmtree(folder))
+    assert main(["inspect", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "expected a folder with a complete checkpoint" in said
 
 
 def test_the_command_prints_tables_or_json(run, capsys):

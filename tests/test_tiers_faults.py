@@ -221,7 +221,7 @@ def rest_on_disk(path: Path) -> tuple[Tiers, Rest, Faulty]:
     """Eight pages of fp32 on disk, without a model."""
     owner = Tiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), Ledger())
     place = offload("nvme", str(path))
-    owner.open_folder(place, 1 << 16)
+    owner.open_folder(place)
     (folder,) = owner._folders.values()
     return owner, owner.rest("states", place, 8192, torch.float32), folder.engine.calls
 

@@ -28,9 +28,11 @@ from .errors import (
     CheckpointError,
     CheckpointMismatch,
     CheckpointNotFound,
+    CheckpointReadError,
     CheckpointWriteError,
     CollectiveMismatch,
     ConfigError,
+    HostMemoryError,
     ModelChanged,
     ModelClosed,
     ModelMismatch,
@@ -53,8 +55,8 @@ from .whole import gathered
 
 __all__ = [
     "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
-    "CheckpointNotFound", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Exported",
-    "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload",
+    "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Exported",
+    "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload",
     "OffloadIOError", "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedSampler", "ShardedWriteError",
     "StallError", "StepRecord", "SwapError", "ZeroshardError", "__version__", "accumulate", "activation_report",
     "backward", "checkpoint_activations", "clip_grad_norm_", "close", "export", "full_gradients",

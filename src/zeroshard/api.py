@@ -61,6 +61,7 @@ def shard(
     Raises:
         ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
         ModelMismatch: ranks built different models (the first difference is named on every rank).
+        HostMemoryError, SwapError: a host has no room for what is to rest in its memory, or on its disk.
         ZeroshardError: the model is sharded already.
 
     Nothing is changed before all checks have passed on this rank. Source: ZeRO, arXiv 1910.02054, section 5.

@@ -80,6 +80,7 @@ class ParameterBuffer:
         self.views = self._views()
         self._present = False
         self._staged: tuple[int, Region, Pending] | None = None  # the shard on its way through a staging buffer
+        self._upload: Pending | None = None  # the newest copy that the device makes of what rests on the host
 
     def _views(self) -> list[Tensor]:
         if not self.sharded or self.mapped:
@@ -123,6 +124,13 @@ class ParameterBuffer:
             pending.wait()
             self.tiers.staging.give(number, None)
             self._staged = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Return when no copy reads what rests on the host: it may be written. A stream that joined one may be far behind."""
+        if self._upload is not None:
+            self._upload.wait()
+            self._upload = None
 
     def gather(self) -> Work:
         """Start to fill `full` from the shards of all ranks (ZeRO-3's all-gather; after a step in stages 1, 2)."""
@@ -138,6 +146,8 @@ class ParameterBuffer:
         number, region, pending = self._staged
         self._staged = None
         pending.join()
+        if self.tier is Tier.HOST:
+            self._upload = pending
         work = self.comm.gather(self.full, region, self.label, tag=self.number)
         self.tiers.staging.give(number, work)
         return work
@@ -311,6 +321,9 @@ class GradientBuffer:
 
     def settle(self) -> None:
         """Wait until the reduction is over, but not for ever: a rank that uses other units joins it later."""
+        if self._work is not None and not self.comm.waits_on_host:
+            self._work.wait()  # the streams wait, not the host
+            return
         deadline = time.monotonic() + _PATIENCE_S
         while self._work is not None and not self._work.drained() and time.monotonic() < deadline:
             self.comm.poll()

@@ -7,20 +7,22 @@ place, the sharded parameter, and its old tensor becomes the compute parameter o
 from __future__ import annotations
 
 import hashlib
-import math
 import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm
-from .config import Config, Placement, Tier
-from .errors import ConfigError, ModelMismatch
+from .config import Config, Offload, Placement, Tier
+from .errors import ConfigError, HostMemoryError, ModelMismatch
 from .layout import FlatLayout
-from .memory.ledger import MASTERS, Ledger
+from .memory.host import limits
+from .memory.ledger import GRADIENTS, MASTERS, Ledger
+from .memory.needs import BUFFERS, Group, Need, needs, shortage
 from .memory.pool import BufferPool, StagingPool
 from .memory.tiers import Tiers
 from .partition import UnitPlan
@@ -28,6 +30,9 @@ from .sharded import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .unit import ParamGroup, ParamSpec, Unit
 
 _STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
+_LANDINGS = _STAGING_BUFFERS + 1
+
+Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket, and where its parameters lie
 
 
 def check_same_model(comm: Comm, specs: list[ParamSpec], config: Config) -> None:
@@ -85,38 +90,80 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
-_DISK_SLACK = 1.02  # padding of shards and of regions to whole pages
+# states as large as the parameter, by class of optimizer (classes derived from it as well) and its options
+_COLUMNS: dict[str, Callable[[dict], int]] = {
+    "Adagrad": lambda options: 1,
+    "ASGD": lambda options: 1,
+    "Lion": lambda options: 1,
+    "SGD": lambda options: int(options.get("momentum", 0) != 0),
+    "RMSprop": lambda options: 1 + int(options.get("momentum", 0) > 0) + bool(options.get("centered")),
+    "Adam": lambda options: 2 + bool(options.get("amsgrad")),
+    "AdamW": lambda options: 2 + bool(options.get("amsgrad")),
+}
+
+
+def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """id of each parameter -> how many states as large as itself its first step makes (two where the class is not known)."""
+    if optimizer is None:
+        return {}
+    known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
+    count = next(known, lambda options: 2)
+    return {id(param): count(group) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
+    """Host memory of the parameters and states as they were given: it is given back as they are placed."""
+    values = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
+    states = optimizer.state.values() if optimizer is not None else ()
+    values += [value for entries in states for value in entries.values() if type(value) is Tensor]
+    return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
 
 
 def open_tiers(
     config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
-    """The tiers of a model; folders on disk are checked on all ranks before anything is changed (B22)."""
+    """The tiers of a model; folders on disk are checked on all ranks before anything is changed (B22; room: `_check_room`)."""
     tiers = Tiers(comm, ledger)
-    needed: dict[str, int] = {}
-    trainable = [spec for spec in specs if spec.requires_grad]
-    low = sum(4 * math.prod(s.shape) for s in trainable if s.dtype.itemsize < 4 and config.master_weights)
-    moments = 2 if optimizer is not None else 0  # Adam's; others have fewer
-    for offload, nbytes in (
-        (config.offload_param, sum(math.prod(s.shape) * s.dtype.itemsize for s in specs)),
-        (config.offload_gradient, sum(math.prod(s.shape) * config.gradient_dtype.itemsize for s in trainable)),
-        (config.offload_optimizer, low + moments * sum(4 * math.prod(s.shape) for s in trainable)),
-    ):
-        if offload.tier is Tier.DISK:
-            needed[offload.path] = needed.get(offload.path, 0) + int(nbytes * _DISK_SLACK / comm.world_size)
+    tiers.state_columns = state_columns(optimizer)
+    if not comm.imagined:
+        tiers.released_nbytes = _held_nbytes(specs, optimizer)
+    offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
     problem: Exception | None = None
     try:
-        for offload in (config.offload_param, config.offload_gradient, config.offload_optimizer):
-            tiers.open_folder(offload, needed.get(offload.path, 0))
+        for offload in offloads:
+            tiers.open_folder(offload)
     except (ConfigError, OSError) as error:
         problem = error
-    if needed:
-        everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(problem), "zs.shard: offload folders")]
-        found = next((error for error in everyone if error is not None), None)
-        if found is not None:
-            tiers.close()
-            raise found
+    if any(offload.tier is Tier.DISK for offload in offloads):
+        _agree_on(problem, tiers, "zs.shard: offload folders")
     return tiers
+
+
+def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
+    """Raise the first rank's problem on every rank (collective)."""
+    everyone = [pickle.loads(part) for part in tiers.comm.exchange(pickle.dumps(problem), label)]
+    found = next((error for error in everyone if error is not None), None)
+    if found is not None:
+        tiers.close()
+        raise found
+
+
+@dataclass
+class _BufferSizes:
+    """Of buffers of constant size. sent, fetched: (bytes, count, most) of the staging pools; landed_nbytes: of each landing."""
+
+    sent: tuple[int, int, int] = (0, 0, 0)
+    fetched: tuple[int, int, int] | None = None
+    landed_nbytes: int = 0
+
+    def by_tier(self, separate: bool) -> Iterator[tuple[Tier, int]]:
+        """What they take."""
+        yield Tier.DEVICE, self.sent[0] * self.sent[1] + _LANDINGS * self.landed_nbytes
+        if self.fetched is not None:
+            yield Tier.DEVICE, self.fetched[0] * self.fetched[1]
+        if separate:
+            yield Tier.HOST, _LANDINGS * self.landed_nbytes
+            yield Tier.HOST, 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
 
 
 class Builder:
@@ -130,14 +177,24 @@ class Builder:
         self.tag = serial << 20
         self.pool: StagingPool | None = None
         self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
+        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> its plan (_plan_states)
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
     def build(self, plans: list[UnitPlan]) -> list[Unit]:
         """All units, with the parameters' present values in their buffers."""
         buckets = [self._buckets(plan) for plan in plans]
         layouts = [[self._layout(bucket) for bucket in unit] for unit in buckets]
-        self.pool = self._make_pool(buckets, layouts)
-        self._make_tier_pools(buckets, layouts)
+        pairs = [
+            (bucket, layout)
+            for unit, unit_layouts in zip(buckets, layouts, strict=True)
+            for bucket, layout in zip(unit, unit_layouts, strict=True)
+        ]
+        trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
+        self._states = {id(spec): self._plan_states(spec.dtype, layout) for spec, layout in trainable}
+        sizes = self._buffer_sizes(pairs)
+        self._check_room(pairs, sizes)
+        self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
+        self._make_tier_pools(sizes)
         units = []
         for number, plan in enumerate(plans):
             groups = [
@@ -159,24 +216,71 @@ class Builder:
     def _layout(self, bucket: list[ParamSpec]) -> FlatLayout:
         return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size)
 
-    def _make_tier_pools(self, buckets: list[list[list[ParamSpec]]], layouts: list[list[FlatLayout]]) -> None:
+    def _buffer_sizes(self, pairs: list[Pair]) -> _BufferSizes:
+        """Of the buffers of constant size through which gradients leave, and shards pass between tiers."""
+        config, sizes = self.config, _BufferSizes()
+        resting, sent = config.row.gradient is not Placement.SHARDED, []
+        for bucket, layout in pairs:
+            send = self.send_dtype(bucket[0].dtype)
+            if bucket[0].requires_grad and not (resting and send == self.gradient_dtype(bucket[0].dtype)):
+                sent.append(layout.numel * send.itemsize)
+        limit = min(len(sent), 64)
+        sizes.sent = (max(sent, default=0), min(_STAGING_BUFFERS, limit), limit)
+        if config.row.parameter is Placement.SHARDED and self.tiers.away(config.offload_param):
+            nbytes = max(layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs)
+            sizes.fetched = (nbytes, min(max(config.offload_param.buffer_count // 2, 2), len(pairs)), min(len(pairs), 64))
+        if config.row.gradient is Placement.SHARDED and self.tiers.away(config.offload_gradient):
+            sizes.landed_nbytes = max(
+                layout.shard_numel * max(4, self.gradient_dtype(bucket[0].dtype).itemsize) for bucket, layout in pairs
+            )
+        return sizes
+
+    def _make_tier_pools(self, sizes: _BufferSizes) -> None:
         """Buffers of constant size for shards that pass between tiers."""
-        config, tiers = self.config, self.tiers
-        pairs = [
-            (bucket[0], layout.shard_numel)
-            for unit, unit_layouts in zip(buckets, layouts, strict=True)
-            for bucket, layout in zip(unit, unit_layouts, strict=True)
-        ]
-        if config.row.parameter is Placement.SHARDED and tiers.away(config.offload_param):
-            nbytes = max(numel * spec.dtype.itemsize for spec, numel in pairs)
-            count = min(max(config.offload_param.buffer_count // 2, 2), len(pairs))
-            tiers.staging = StagingPool(self.comm, self.ledger, nbytes, count, min(len(pairs), 64))
+        tiers = self.tiers
+        if sizes.fetched is not None:
+            nbytes, count, _ = sizes.fetched
+            tiers.staging = StagingPool(self.comm, self.ledger, *sizes.fetched)
             if tiers.separate:
                 tiers.slots = BufferPool(self.ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
-        if config.row.gradient is Placement.SHARDED and tiers.away(config.offload_gradient):
-            nbytes = max(numel * max(4, self.gradient_dtype(spec.dtype).itemsize) for spec, numel in pairs)
-            tiers.landings = BufferPool(self.ledger, _STAGING_BUFFERS + 1, nbytes, tiers.device_buffer, Tier.DEVICE)
-            tiers.arrivals = BufferPool(self.ledger, _STAGING_BUFFERS + 1, nbytes, tiers.host_buffer, Tier.HOST)
+        if sizes.landed_nbytes:
+            nbytes = sizes.landed_nbytes
+            tiers.landings = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
+
+    def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
+        """Raise on every rank where host memory or a disk is too small for some host's ranks (collective; B22, B23)."""
+        config, comm, tiers = self.config, self.comm, self.tiers
+        offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
+        if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
+            return
+        found = needs(config, tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
+        if not tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
+            found.pop((GRADIENTS, Tier.DEVICE, None), None)
+        for tier, nbytes in sizes.by_tier(tiers.separate):
+            found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
+        on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
+        mine = Need.of(found, on_host, tiers.released_nbytes, limits())
+        everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(mine), "zs.shard: memory")]
+        text = shortage(everyone, config)
+        if text is not None:
+            tiers.close()
+            raise HostMemoryError(text)
+        if not mine.disk:
+            return
+        problem: Exception | None = None
+        try:
+            tiers.check_space(everyone[comm.rank].disk, [other.disk for other in everyone if other.host == mine.host])
+        except (ConfigError, OSError) as error:
+            problem = error
+        _agree_on(problem, tiers, "zs.shard: space on disks")
+
+    def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
+        dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
+        if not bucket[0].requires_grad:
+            return Group(layout.numel, layout.shard_numel, dtype)
+        offload, master = self._states[id(bucket[0])]
+        return Group(layout.numel, layout.shard_numel, dtype, self.gradient_dtype(dtype), offload, master, max(columns))
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` travel."""
@@ -185,17 +289,6 @@ class Builder:
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` rest."""
         return dtype if dtype == torch.float64 else self.config.gradient_dtype
-
-    def _make_pool(self, buckets: list[list[list[ParamSpec]]], layouts: list[list[FlatLayout]]) -> StagingPool:
-        sizes = []
-        resting = self.config.row.gradient is not Placement.SHARDED
-        for unit, unit_layouts in zip(buckets, layouts, strict=True):
-            for bucket, layout in zip(unit, unit_layouts, strict=True):
-                send = self.send_dtype(bucket[0].dtype)
-                if bucket[0].requires_grad and not (resting and send == self.gradient_dtype(bucket[0].dtype)):
-                    sizes.append(layout.numel * send.itemsize)
-        limit = min(len(sizes), 64)
-        return StagingPool(self.comm, self.ledger, max(sizes, default=0), min(_STAGING_BUFFERS, limit), limit)
 
     def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
         config, dtype = self.config, bucket[0].dtype
@@ -213,23 +306,26 @@ class Builder:
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         if grads is not None:
-            self._place_states(group)
+            group.offload, master_dtype = self._states[id(bucket[0])]
+            if master_dtype is not None:
+                numel = layout.shard_numel if config.row.optimizer is Placement.SHARDED else layout.numel
+                group.master = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
         for index, spec in enumerate(bucket):
             self._place(group, index, spec)
         return group
 
-    def _place_states(self, group: ParamGroup) -> None:
-        """Choose the tier of masters and optimizer states, and make room for masters."""
-        config, layout, dtype = self.config, group.layout, group.values.dtype
-        if self._offloads_next(layout.shard_numel):
-            group.offload = config.offload_optimizer
+    def _plan_states(self, dtype: torch.dtype, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
+        """The tier of masters and optimizer states of the next trainable group, and the dtype of its masters, if it has some."""
+        config = self.config
+        offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
+        values = config.offload_param if config.row.parameter is Placement.SHARDED else Offload()
         low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
-        rest, steps_on_host = group.values.rest, group.offload.tier is not Tier.DEVICE
+        steps_on_host = offload.tier is not Tier.DEVICE
         # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
-        apart = (self.tiers.separate and rest.tier is Tier.DEVICE) if steps_on_host else not rest.resident
+        apart = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
         if low or apart or (steps_on_host and config.delayed_update is not None):
-            numel = layout.shard_numel if config.row.optimizer is Placement.SHARDED else layout.numel
-            group.master = self.tiers.rest(MASTERS, group.offload, numel, torch.float32 if low else dtype)
+            return offload, torch.float32 if low else dtype
+        return offload, None
 
     def _offloads_next(self, numel: int) -> bool:
         """Spread the offloaded fraction of the states evenly over the units."""

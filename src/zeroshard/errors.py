@@ -70,6 +70,10 @@ class SwapError(ConfigError):
     """A folder cannot serve as swap space; the message says what it lacks and what to do."""
 
 
+class HostMemoryError(ZeroshardError, MemoryError):
+    """The ranks of a host need more of its memory than there is; the message is a table with the remedies."""
+
+
 _IO_REMEDIES = {
     ENOSPC: "free space on that filesystem, or choose a folder with more room",
     EDQUOT: "the quota is used up: have it raised, or choose a folder on another filesystem",
@@ -102,15 +106,36 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint where one was asked for."""
 
 
-class CheckpointWriteError(CheckpointError):
-    """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes. Training state and earlier ones stand."""
+class CheckpointReadError(CheckpointError, OSError):
+    """A file could not be read: `file`, `offset` (bytes), `errno`, `rank` that read; None: not known."""
 
-    def __init__(self, path: str, errno: int, needed: int, free: int, what: str = "") -> None:
+    def __init__(
+        self, file: str | os.PathLike, offset: int | None, errno: int | None, reason: str, rank: int | None = None
+    ) -> None:
+        self.file, self.offset, self.reason, self.rank = str(file), offset, reason, rank
+        where = "" if offset is None else f" at byte {offset}"
+        who = "" if rank is None else f" by rank {rank}"
+        name = "" if errno is None else f"{errorcode.get(errno, errno)}: "
+        super().__init__(
+            f"{self.file} could not be read{where}{who}: {name}{reason}; nothing was changed. Check that it is there and may be "
+            "read; of a device that fails the kernel's log (dmesg) tells more."
+        )
+        self.errno = errno
+
+    def __reduce__(self) -> tuple:
+        return CheckpointReadError, (self.file, self.offset, self.errno, self.reason, self.rank)
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written: `path`, `errno`, `needed` and `free` bytes (None: unknown). Earlier ones stand."""
+
+    def __init__(self, path: str, errno: int, needed: int, free: int | None, what: str = "") -> None:
         self.path, self.errno, self.needed, self.free, self.what = str(path), errno, needed, free, what
         name = errorcode.get(errno, str(errno))
+        there = "how many are free is unknown" if free is None else f"{free:,} are free"
         super().__init__(
-            f"{what or 'saving a checkpoint'}: {self.path}: {name} ({os.strerror(errno)}); {needed:,} bytes are needed, {free:,} "
-            f"are free; {_IO_REMEDIES.get(errno, 'check that the folder still exists and may be written')}. Nothing was "
+            f"{what or 'saving a checkpoint'}: {self.path}: {name} ({os.strerror(errno)}); {needed:,} bytes are needed, {there}; "
+            f"{_IO_REMEDIES.get(errno, 'check that the folder still exists and may be written')}. Nothing was "
             "changed: earlier checkpoints and the training state are as they were"
         )
 

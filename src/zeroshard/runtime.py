@@ -491,6 +491,8 @@ class Runtime:
             if unit.depth == 0 and not unit.pinned:
                 unit.release()
                 unit.forget()
+            for group in unit.groups:
+                group.values.settle()
 
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""

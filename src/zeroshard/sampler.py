@@ -106,12 +106,19 @@ class ShardedSampler(Sampler[int]):
         """The position: the same on every rank."""
         return {name: getattr(self, name) for name in ("numel", "seed", "shuffle", "epoch", "samples")}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position. Raises ConfigError where it is one of another data set or order."""
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError where a position is one of another data set or order. `zs.load` asks before it changes anything."""
+        wanted = self.state_dict().keys()
+        if not isinstance(state, dict) or not wanted <= state.keys():
+            raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(wanted)}, got {state!r}.")
         for name in ("numel", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ConfigError(
                     f"zs.ShardedSampler: {name}: the saved position is of {state[name]!r}, this sampler has {getattr(self, name)!r}: "
                     "samples would be lost or repeated."
                 )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position. Raises ConfigError where it is one of another data set or order."""
+        self.check_state_dict(state)
         self.epoch, self.samples = state["epoch"], state["samples"]

@@ -104,7 +104,8 @@ def checkpoint_activations(
         offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, of which
             device, path, pin_memory, checksum and any_filesystem count.
         prefetch: how many checkpoints are brought back from host or disk ahead of use.
-        arena_nbytes: bytes of the arena at the start. None: as the first step needs. It grows between steps only.
+        arena_nbytes: bytes of the arena at the start. None: as the first step needs. It grows between steps only. A disk
+            must have so much room; None: as much as blocks of one class take if all inputs are as the first.
         min_numel: inputs of fewer elements stay where they are.
         check_equal: compare what the ranks of `partition` hold, not its shapes alone (for debugging; reads all of it).
         off: undo an earlier call. No other option goes with it.
@@ -134,6 +135,7 @@ def checkpoint_activations(
     found = _blocks(model, blocks)
     store = _make_store(model, options)
     attached = Attached(store, [name for name, _ in found])
+    store.alike = attached.blocks if len({type(block) for _, block in found}) == 1 else []
     for name, block in found:
         _attach_block(attached, name, block)
     if not found:
@@ -299,7 +301,7 @@ class _Begin:
         self.store = store
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        self.store.begin_forward()
+        self.store.begin_forward(module)
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:

@@ -4,13 +4,16 @@
     backward   file -> host buffer -> device        reads run ahead, in the reverse of the order of packing
 
 The host buffers are few and of constant size; a forward that is faster than the disk waits for one. A file is an arena:
-slots are taken again in every step. Files are added when a step needs more, and never grow.
+slots are taken again in every step. Files are added when a step needs more, and never grow. They are sparse, so whether the
+disk has room is asked whenever more is kept than ever before, for the first slice also on behalf of those known to follow.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +21,14 @@ from torch import Tensor
 
 from ..comm.streams import Streams
 from ..config import Offload, Tier
+from ..errors import SwapError
 from ..memory.files import ALIGN, Engine, File, empty_aligned
 from ..memory.ledger import Ledger
 from ..memory.swap import SwapFolder
 from .places import CHECKPOINTS, HostBuffers, Kept, Landed, Place
 from .space import Space
 
+_NAME = "checkpoints"  # of files
 _WRITING = 2  # host buffers for writes, beside those of the reads that run ahead
 
 
@@ -46,9 +51,12 @@ class DiskPlace(Place):
         self.away = streams.separate_host
         pin = offload.pin_memory and device.type == "cuda"
         assert offload.path is not None
+        self.ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that use this disk, as far as is known
         self.folder = SwapFolder(
-            offload.path, rank=rank, needed_nbytes=arena_nbytes, any_filesystem=offload.any_filesystem
-        )
+            offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
+            any_filesystem=offload.any_filesystem,
+        )  # fmt: skip
+        self._checked_nbytes = arena_nbytes
         self.engine = Engine(checksum=offload.checksum)
         self.buffers = HostBuffers(prefetch + 1 + _WRITING, lambda nbytes: self._buffer(nbytes, pin), ledger)
         self._files: list[tuple[File, Space]] = []
@@ -64,6 +72,7 @@ class DiskPlace(Place):
     def put(self, part: Tensor, numel: int) -> FileKept:
         self._bury()
         kept = FileKept(numel, part.dtype)
+        self._check_space(kept.nbytes)
         buffer = self.buffers.take(kept.nbytes)
         self._find_room(kept)
         target = _as(buffer, kept)[: part.numel()]
@@ -78,6 +87,23 @@ class DiskPlace(Place):
             self._write()
         return kept
 
+    def _check_space(self, nbytes: int) -> None:
+        """Raise SwapError where the disk has no room for one more slice and, if it is the first, for those that follow it."""
+        needed = sum(space.used_nbytes for _, space in self._files) + -(-nbytes // ALIGN) * ALIGN
+        if needed <= self._checked_nbytes:
+            return
+        foreseen = needed if self._files else needed * (1 + self.foreseen)
+        mine = sum(map(_taken_nbytes, self.folder.path.glob(f"{_NAME}-*")))
+        everyone = sum(map(_taken_nbytes, self.folder.path.parent.glob(f"zeroshard-swap-*/{_NAME}-*")))
+        try:
+            self.folder.check_space(foreseen - mine, max(foreseen * self.ranks - everyone, foreseen - mine))
+        except SwapError as error:
+            raise SwapError(
+                f"{error}. It is for activation checkpoints, {1 + self.foreseen} in a forward as far as is known, all like the "
+                "first: if that one is larger than the others, say with arena_nbytes= what all of them take"
+            ) from None
+        self._checked_nbytes = needed  # what is foreseen is a guess
+
     def _find_room(self, kept: FileKept) -> None:
         for file, space in self._files:
             offset = space.take(kept.nbytes)
@@ -89,7 +115,7 @@ class DiskPlace(Place):
 
     def _add_file(self, nbytes: int) -> None:
         space = Space(nbytes, ALIGN)
-        self._files.append((self.folder.file(f"checkpoints-{len(self._files)}", space.nbytes), space))
+        self._files.append((self.folder.file(f"{_NAME}-{len(self._files)}", space.nbytes), space))
         self.arena_nbytes += space.nbytes
         self.allocations += 1
 
@@ -153,6 +179,14 @@ class DiskPlace(Place):
         self.engine.close()
         self.folder.close()
         self._files, self.arena_nbytes = [], 0
+
+
+def _taken_nbytes(path: Path) -> int:
+    """What a file takes on the disk; of other ranks too, so it may have gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _as(buffer: Tensor, kept: Kept) -> Tensor:

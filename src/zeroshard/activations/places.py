@@ -15,6 +15,7 @@ On a CPU the device's memory is the host's: DEVICE and HOST differ in the ledger
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from ..comm.streams import Streams
 from ..config import Tier
+from ..errors import OffloadIOError
 from ..memory.files import empty_aligned
 from ..memory.ledger import Ledger
 from .space import Space
@@ -50,9 +52,14 @@ class Kept:
 
 
 class Place(ABC):
-    """Where slices rest. allocations: how often memory was taken from the system; constant in the steady state."""
+    """Where slices rest.
+
+    allocations: how often memory was taken from the system; constant in the steady state. foreseen: slices like the first
+    that will follow it in a forward.
+    """
 
     tier: Tier
+    foreseen = 0
 
     def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
@@ -100,11 +107,14 @@ class MemoryPlace(Place):
         self._space, self._arena = Space(0, _SLOT_ALIGN), None
         self._beyond_nbytes = self._beyond_peak = 0  # in ordinary memory: now, and most since the arena was made
         self._needed_nbytes = 0  # most in the arena and in ordinary memory
-        self._last: Any = None  # the newest copy to the host
+        self._down: Any = None  # the newest copy to the host, and from it; those of one direction run in order
+        self._up: Any = None
+        self._dying: list[tuple[Tensor, tuple[Any, Any]]] = []  # dropped memory beyond the arena, and what may still use it
         if arena_nbytes:
             self._renew(arena_nbytes)
 
     def put(self, part: Tensor, numel: int) -> Kept:
+        self._bury()
         kept = Kept(numel, part.dtype)
         offset = self._space.take(kept.nbytes)
         if offset is None:
@@ -118,7 +128,7 @@ class MemoryPlace(Place):
         kept.memory = memory.view(part.dtype)
         target = kept.memory[: part.numel()]
         if self.away:
-            kept.writing = self._last = self.streams.copy(target, part)
+            kept.writing = self._down = self.streams.copy(target, part)
             self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
         else:
             target.copy_(part)
@@ -131,7 +141,8 @@ class MemoryPlace(Place):
         assert kept.memory is not None
         self.streams.join(kept.writing)  # the copies down and up have streams of their own
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-        kept.ahead = (target, self.streams.copy(target, kept.memory))
+        self._up = self.streams.copy(target, kept.memory)
+        kept.ahead = (target, self._up)
         self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
 
     def get(self, kept: Kept) -> Tensor:
@@ -153,6 +164,8 @@ class MemoryPlace(Place):
         self.done(kept)
         if kept.offset < 0:
             self._beyond_nbytes -= self._space.rounded(kept.nbytes)
+            if self.away:  # to give memory back is the host's doing: streams that have joined a copy do not order it
+                self._dying.append((kept.memory, (self._down, self._up)))
         else:
             self._space.give(kept.offset, kept.nbytes)
         kept.memory = None
@@ -182,11 +195,18 @@ class MemoryPlace(Place):
             return empty_aligned(nbytes, pin=self.pin)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def _bury(self) -> None:
+        """Give back dropped memory that no copy uses any more."""
+        while self._dying and all(ticket is None or self.streams.finished(ticket) for ticket in self._dying[0][1]):
+            del self._dying[0]
+
     def _finish(self) -> None:
-        """No copy writes to this memory any more."""
-        if self._last is not None:
-            self.streams.finish(self._last)
-            self._last = None
+        """No copy reads or writes this memory, or what was dropped, any more."""
+        for ticket in (self._down, self._up):
+            if ticket is not None:
+                self.streams.finish(ticket)
+        self._down = self._up = None
+        self._dying.clear()
 
     def close(self) -> None:
         self._finish()
@@ -267,5 +287,6 @@ class HostBuffers:
         while self._free:
             pending = self._free.pop()[1]
             if pending is not None and not pending.done():
-                pending.wait()
+                with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+                    pending.wait()
         self._enter(-self._entered_nbytes)

@@ -13,10 +13,12 @@ as the encoder's output in every block of a decoder, is packed once.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
-from ..errors import OffloadIOError, ShardedAccessError, ZeroshardError
+from ..errors import OffloadIOError, ShardedAccessError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
 from ..unit import ParamHome
 from .places import Kept, Place
@@ -94,6 +96,7 @@ class Store:
         self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
         self.slices = Slices(comm, ledger, check_equal)
         self.comm = self.slices.comm
+        self.alike: list[str] = []  # blocks whose inputs are expected to be of one size, in order
         self.messages: list[str] = []
         self.speaks = speaks
         self.packed, self.unpacked = 0, 0  # so far
@@ -107,6 +110,7 @@ class Store:
         self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # by finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
         self._parameters: dict[int, StorageWeakRef] = {}  # memories that parameters are views of
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose forwards have run: this one, and copies of it
 
     def __deepcopy__(self, memo: dict) -> Store:
         self.users += 1
@@ -118,9 +122,10 @@ class Store:
             "zs.checkpoint_activations(model, off=True)."
         )
 
-    def begin_forward(self) -> None:
-        """The model's forward begins."""
+    def begin_forward(self, model: nn.Module) -> None:
+        """A model's forward begins."""
         self._forward += 1
+        self._models.add(model)
 
     def say(self, text: str) -> None:
         """Note something unusual; one line on stderr, once."""
@@ -140,11 +145,13 @@ class Store:
         if flat is None:
             return Passed(tensor)
         self.slices.record(self._forward, name, tensor)
+        if not self.packed and name in self.alike:
+            self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
         key = _identity(tensor, self._forward)
         known = self._known[key]() if key in self._known else None
         if known is not None and not known.storage.expired():
             return known
-        with torch.no_grad(), _told(self.comm):
+        with torch.no_grad(), self._told():
             kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
         self._number += 1
         packed = Packed(tensor, flat.data_ptr() == tensor.data_ptr(), kept, self._number, name, self._forward)
@@ -194,7 +201,7 @@ class Store:
         if self.closed:
             raise ZeroshardError("backward() after zs.checkpoint_activations(model, off=True): run it before.")
         self._reap()
-        with torch.no_grad(), _told(self.comm):
+        with torch.no_grad(), self._told():
             self.slices.agree(packed.forward)
             self._fetch(packed)
             whole = self.slices.gather(self.place.get(packed.kept), packed.name)
@@ -226,6 +233,27 @@ class Store:
                 del self._known[key]
             self.place.drop(kept)
             self.whole_nbytes -= nbytes
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A failure of the disk is told to all ranks that wait for this one, before it is raised here."""
+        try:
+            yield
+        except (OffloadIOError, SwapError) as error:
+            for comm in self._comms():
+                # without the traceback, which holds buffers
+                comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
+            raise
+
+    def _comms(self) -> list[Comm]:
+        """Those of the ranks that share the activations, and of those that share the parameters, as it is now."""
+        comms = [] if self.comm is None else [self.comm]
+        for model in self._models:
+            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: not sharded there
+            comms += [runtime.comm for runtime in runtimes if runtime is not None]
+            homes = [getattr(param, "_home", None) for param in model.parameters()]
+            comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]
+        return [comm for comm in {id(comm): comm for comm in comms}.values() if comm.world_size > 1]
 
     def alive(self) -> int:
         """How many tensors are packed now."""
@@ -275,20 +303,6 @@ class _Outer:
 
     def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.packed, self.unpack = packed, unpack
-
-
-class _told:
-    """Context: a failure of the disk is told to the ranks that share the activations, before it is raised here."""
-
-    def __init__(self, comm: Comm | None) -> None:
-        self.comm = comm
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OffloadIOError) and self.comm is not None:
-            self.comm.abort(f"rank {self.comm.rank}: {error}", error)
 
 
 def top_hooks() -> tuple[Callable, Callable] | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ..boxes import Box
 from ..config import Tier
-from ..errors import OffloadIOError
+from ..errors import CheckpointError, ConfigError, OffloadIOError
 from ..memory.aligned import bytes_of
 from ..memory.files import Engine, open_file
 from .contents import Contents, Place
@@ -89,7 +90,10 @@ class FileLayout:
         end, entries = self.nbytes, []
         for name, value in objects.items():
             out = io.BytesIO()
-            torch.save(value, out)
+            try:
+                torch.save(value, out)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
             entries.append((name, end, out.getvalue()))
             end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
         return FileLayout(self.places, self.order, self.blobs, self.glue, end, entries)
@@ -113,6 +117,11 @@ def _glue(blobs: list[Blob], places: list[Place]) -> list[tuple[int, bytes]]:
     return [*found, (at, pending)]
 
 
+def digest_count(nbytes: int) -> int:
+    """How many checksums a file has."""
+    return -(-nbytes // DIGEST_NBYTES)
+
+
 def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
     """Bytes of what does not rest on disk: what a snapshot copies."""
     return sum(
@@ -133,7 +142,7 @@ class Ring:
         """Have at least so many buffers."""
         for _ in range(self.count, count):
             self._free.put(self.make(BUFFER_NBYTES))
-        self.count = max(self.count, count)
+            self.count += 1  # one by one: there may be no memory for the next
 
     def release(self) -> None:
         """Give back the memory of all that are free now."""
@@ -168,21 +177,25 @@ class FileWriter:
     """Writes one file. `fill` in the caller's thread, then `finish` in whichever."""
 
     def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
-        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...).
+        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
 
         eager: write while `fill` copies; else when it has ended, or has run out of buffers, so that nothing competes with it.
         """
         self.layout, self.engine, self.ring = layout, engine, ring
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
-        self.error: OffloadIOError | None = None
+        self.error: Exception | None = None  # why nothing more is written
         self.fill_seconds = 0.0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._may_write = threading.Event()
         if eager:
             self._may_write.set()
         self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.file.close()
+            raise
 
     @torch.no_grad()
     def fill(self, contents: Contents) -> None:
@@ -205,7 +218,7 @@ class FileWriter:
         return self.error is None
 
     def finish(self) -> None:
-        """Return when the file is on the disk for good. Raises OffloadIOError."""
+        """Return when the file is on the disk for good. Raises OffloadIOError, or what else ended the writer."""
         self._thread.join()
         try:
             if self.error is None:
@@ -213,40 +226,53 @@ class FileWriter:
         except OffloadIOError as error:
             self.error = error
         self.file.close()
+        if self.error is None and len(self.digests) != digest_count(self.layout.nbytes):
+            count = f"{len(self.digests)} of {digest_count(self.layout.nbytes)}"
+            self.error = CheckpointError(f"{self.file.path}: only {count} MiB were written; save again.")
         if self.error is not None:
             raise self.error
 
+    def stop(self) -> None:
+        """What is written is of no use: `fill` returns soon, and `finish` raises."""
+        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
+
     def abandon(self) -> None:
         """Write no more."""
-        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
+        self.stop()
         self._queue.put(None)
         self._may_write.set()
         self._thread.join()
         self.file.close()
 
     def _serve(self) -> None:
+        """Whatever fails, all buffers go back: a filler that waits for one would wait for ever."""
         self._may_write.wait()
         under_way: deque = deque()
-        while True:
-            task = self._queue.get()
-            if task is None:
-                break
+        while (task := self._queue.get()) is not None:
             buffer, offset, nbytes = task
-            memory = bytes_of(buffer)[:nbytes]
-            handle = self.engine.write(self.file, offset, buffer[:nbytes])
-            for begin in range(0, nbytes, DIGEST_NBYTES):
-                self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
-            under_way.append((handle, buffer))
-            while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0].done()):
+            handle = None
+            try:
+                if self.error is None:
+                    handle = self.engine.write(self.file, offset, buffer[:nbytes])
+                    self._digest(bytes_of(buffer)[:nbytes])
+            except Exception as error:
+                self.error = self.error or error
+            under_way.append((handle, buffer))  # in any case: what is under way still reads from it
+            while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0] is None or under_way[0][0].done()):
                 self._retire(under_way)
         while under_way:
             self._retire(under_way)
 
+    def _digest(self, memory: memoryview) -> None:
+        for begin in range(0, len(memory), DIGEST_NBYTES):
+            self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
+
     def _retire(self, under_way: deque) -> None:
         handle, buffer = under_way.popleft()
         try:
-            handle.wait()
-        except OffloadIOError as error:
+            if handle is not None:
+                handle.wait()
+        except Exception as error:
             self.error = self.error or error
         self.ring.give(buffer)
 
@@ -303,9 +329,15 @@ class _Filling:
     def emit(self) -> None:
         """Hand the buffer to the writer."""
         pending, self.pending, buffer, self.buffer = self.pending, [], self.buffer, None
+        failed: Exception | None = None
         try:
-            for read in pending:
-                read.wait()
+            for read in pending:  # all of them, whatever fails: the buffer goes round, and nothing may write into it then
+                try:
+                    read.wait()
+                except Exception as error:
+                    failed = failed or error
         finally:
             if buffer is not None:
                 self.writer._queue.put((buffer, self.base, self.end - self.base))
+        if failed is not None:
+            raise failed

@@ -111,23 +111,45 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     return prefix, archive.end()
 
 
+class _StatePickler(_Pickler):
+    """Described tensors have their bytes elsewhere; storages of tensors within objects are collected in `storages`, by key."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: dict[str, torch.UntypedStorage] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
+            return super().persistent_id(value)
+        typed = isinstance(value, torch.TypedStorage)
+        storage = value._untyped_storage if typed else value
+        key = f"object{storage._cdata}"
+        self.storages[key] = storage
+        if typed:
+            return ("storage", getattr(torch, value._pickle_storage_type()), key, "cpu", value._size())
+        return ("storage", torch.UntypedStorage, key, "cpu", storage.nbytes())
+
+
 def make_state_dict_file(
-    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str]
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], ties: Mapping[str, str], objects: Mapping[str, Any]
 ) -> dict[str, int]:
     """Make a file of torch.save, of a state dict, without the tensors' bytes; where those of each tensor are to be written.
 
-    tensors: name -> (dtype, shape). ties: another name -> name; they share storage, as they did in a model.
+    tensors: name -> (dtype, shape). ties: another name -> name; they share storage, as they did in a model. objects: whole.
     """
     keys = {name: str(number) for number, name in enumerate(tensors)}
-    state = {name: _Described(*tensors[name], keys[name]) for name in tensors}
+    state: dict[str, Any] = {name: _Described(*tensors[name], keys[name]) for name in tensors}
     state |= {alias: _Described(*tensors[name], keys[name]) for alias, name in ties.items()}
     pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(state)
+    pickler = _StatePickler(pickled)
+    pickler.dump(state | dict(objects))
     writer = torch._C.PyTorchFileWriter(str(path))  # what torch.save uses: knows files and entries of more than 4 GiB
     writer.write_record("data.pkl", pickled.getvalue(), len(pickled.getvalue()))
     writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
     for name, (dtype, shape) in tensors.items():
         writer.write_record_metadata(f"data/{keys[name]}", torch.Size(shape).numel() * dtype.itemsize)
+    for key, storage in pickler.storages.items():
+        writer.write_record(f"data/{key}", storage, storage.nbytes())
     writer.write_end_of_file()
     reader = torch._C.PyTorchFileReader(str(path))
     return {name: reader.get_record_offset(f"data/{key}") for name, key in keys.items()}

@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from ..weights import SAFETENSORS_NAMES, StoredTensor, safetensors_header
 from . import dcp
 from .folder import sync
 from .opened import Opened
-from .opening import Alone, open_any
+from .opening import Alone, Untrusted, open_any
 from .saving import write_error
 from .stored import Stored
 
@@ -65,7 +65,8 @@ def export(
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
     Needs one process, no process group, device or network, and some MiB of memory whatever the model's size. Names that a
-    model ties are written once (safetensors; the others are in the metadata) or share their storage (torch).
+    model ties are written once (safetensors; the others are in the metadata) or share their storage (torch). What modules
+    keep in state dicts that is no tensor (`get_extra_state`) is in files of torch.save alone. What is left out is said on stderr.
 
     Args:
         path: a checkpoint, or a folder of them: then `name`, or the newest complete one; or any other that `zs.load` takes.
@@ -83,21 +84,14 @@ def export(
         ConfigError: an argument is wrong, or a tensor has no place in that format.
     """
     _check_arguments(dtype, format, max_shard_nbytes, config)
-    target = Path(os.path.abspath(os.fspath(out)))
-    if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
+    target = _check_target(out, format)
     settings = None if config is None else _read_config(config)
     opened = open_any(Alone(), path, name, verify=verify, values=False)
     if prefix:
         _narrow(opened, prefix)
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
         settings = _read_config(opened.shared_extras[CONFIG]())
-    if opened.trained_only:
-        print(
-            f"zeroshard: {opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export",
-            file=sys.stderr,
-        )
-    exporting = _Exporting(opened, dtype)
+    exporting = _Exporting(opened, dtype, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,9 +108,8 @@ def export(
         _remove(scratch)
         raise
     names = tuple(sorted(files)) if format == "safetensors" else (target.name,)
-    numel = sum(math.prod(shape) for _, shape in exporting.tensors.values())
     written = sum((target / file if format == "safetensors" else target).stat().st_size for file in names)
-    return Exported(target, names, written, len(exporting.tensors), numel, exporting.ties, opened.trained_only)
+    return Exported(target, names, written, len(exporting.tensors), exporting.numel, exporting.ties, opened.trained_only)
 
 
 def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any) -> None:
@@ -128,6 +121,14 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
         raise ConfigError(f"zs.export: max_shard_nbytes: expected an integer of at least 1, got {max_shard_nbytes!r}.")
     if config is not None and format == "torch":
         raise ConfigError("zs.export: config: a file of torch.save has no place for it; use format='safetensors'.")
+
+
+def _check_target(out: str | os.PathLike, format: str) -> Path:
+    """What is to be made. Raises CheckpointError where something is there."""
+    target = Path(os.path.abspath(os.fspath(out)))
+    if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
+    return target
 
 
 def _read_config(config: Any) -> dict[str, Any]:
@@ -156,7 +157,39 @@ def _narrow(opened: Opened, prefix: str) -> None:
         raise ConfigError(f"zs.export: prefix: no name begins with {prefix!r}; the first names: {', '.join(list(opened.model)[:3])}.")
     ties = {alias.removeprefix(prefix): name for alias, name in opened.ties.items() if alias.startswith(prefix)}
     opened.model = found
+    opened.module_readers = {
+        name.removeprefix(prefix): reader for name, reader in opened.module_readers.items() if name.startswith(prefix)
+    }
     opened.ties = {alias: name.removeprefix(prefix) for alias, name in ties.items() if name.startswith(prefix)}
+
+
+def _say(line: str) -> None:
+    print(f"zeroshard: {line}", file=sys.stderr)
+
+
+def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
+    """What modules keep in state dicts that is no tensor, by name, if the format can hold it; what is left out is said."""
+    if opened.trained_only:
+        _say(f"{opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export")
+    if format == "safetensors":
+        if opened.module_readers:
+            names = _listed(opened.module_readers)
+            _say(f"safetensors holds tensors alone: left out {names}; format='torch' has a place for them")
+        return {}
+    objects, refused = {}, []
+    for name, reader in opened.module_readers.items():
+        try:
+            objects[name] = reader()
+        except Untrusted:
+            refused.append(name)
+    if refused:
+        _say(f"left out, being of classes that torch does not load by itself: {_listed(refused)}; load it with strict=False")
+    return objects
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _remove(path: Path) -> None:
@@ -167,10 +200,11 @@ def _remove(path: Path) -> None:
 
 
 class _Exporting:
-    """One export. tensors: name -> (dtype, shape) as they will be; sources: where they are; ties: another name -> name."""
+    """One export. tensors: name -> (dtype, shape) as they will be; sources: where they are; ties: another name -> name;
+    objects: what is no tensor."""
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
+    def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, Any]) -> None:
+        self.dtype, self.objects = dtype, objects
         self.sources: dict[str, Stored] = {}
         self.tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self.ties = opened.tied()
@@ -181,6 +215,7 @@ class _Exporting:
             kept = dtype is None or not stored.dtype.is_floating_point
             self.tensors[name] = (stored.dtype if kept else dtype, tuple(stored.shape))
         self.nbytes = sum(self._nbytes(name) for name in self.tensors)
+        self.numel = sum(math.prod(shape) for _, shape in self.tensors.values())
 
     def _nbytes(self, name: str) -> int:
         dtype, shape = self.tensors[name]
@@ -192,7 +227,7 @@ class _Exporting:
             if not dcp.storable(dtype):
                 raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for; give dtype=.")
         self._reserve(path.parent)
-        offsets = dcp.make_state_dict_file(path, self.tensors, self.ties)
+        offsets = dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects)
         for name, (dtype, shape) in self.tensors.items():
             self._copy(name, StoredTensor(path, offsets[name], self._nbytes(name), dtype, shape))
         sync(path)
@@ -212,7 +247,7 @@ class _Exporting:
             self._write_shard(folder / file, names)
         if len(shards) > 1:
             weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-            metadata = {"total_size": self.nbytes, "total_parameters": sum(math.prod(s) for _, s in self.tensors.values())}
+            metadata = {"total_size": self.nbytes, "total_parameters": self.numel}
             files.append("model.safetensors.index.json")
             _write_json(folder / files[-1], {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         if settings is not None:

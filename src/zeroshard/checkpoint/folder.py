@@ -3,29 +3,41 @@
     runs/7/                         a root
       step-00000100/                complete: manifest.json, .metadata, rank-00000.distcp, ...
       step-00000200/
-      latest                        the name of the newest, one line; if it is missing or wrong, the newest complete counts
-      .step-00000300.1f2e3d.tmp/    a *draft*: being written (its lock is held), or left by a run that ended
+      latest                        the name of the one saved last, one line; if it is missing or wrong, the newest counts
+      .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
 
 A draft becomes a checkpoint by one rename. Replacing one of the same name first moves that to `.NAME.TOKEN.old`, which
-counts as NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save.
+counts as NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save. *Newest* is what
+has the highest step, and of several the latest time, as their manifests say: clocks and copies change times of files.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
+import socket
+import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from errno import EACCES, EAGAIN
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointNotFound
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
+_EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # as they were called before; only what has a lock is one
+_HEAD_NBYTES = 1 << 16  # of a manifest: what stands before its lists
+_UNLOCKED_S = 24 * 3600.0  # where there are no locks, what nobody has touched for so long is left over
+_said: set[int] = set()  # filesystems (st_dev) that were said to have no locks
 
 
 def step_name(step: int) -> str:
@@ -62,21 +74,46 @@ def write_whole(path: Path, content: bytes) -> None:
     sync(path.parent)
 
 
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, for good. Raises OSError."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # it may be written to, but not opened
+            sync(folder.parent)
+
+
+def _draft_path(root: Path, name: str, token: str) -> Path:
+    return root / f".{name}.{token}.draft"
+
+
 class Draft:
     """A checkpoint that is being written; its owner holds its lock as long as it lives."""
 
     def __init__(self, root: Path, name: str) -> None:
         """Makes the folder. Raises OSError."""
         self.root, self.name, self.token = root, name, secrets.token_hex(3)
-        self.path = root / f".{name}.{self.token}.tmp"
-        root.mkdir(parents=True, exist_ok=True)
+        self.path = _draft_path(root, name, self.token)
+        self._lock: int | None = None
+        make_folders(root)
         self.path.mkdir()
         try:
-            self._lock: int | None = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / LOCK).touch(0o600)
+            self._lock = hold(self.path / LOCK)
+            (self.path / LOCK).write_text(json.dumps(_this_process()))  # for where there are no locks
         except BaseException:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
+        if self._lock is None and (device := root.stat().st_dev) not in _said:
+            _said.add(device)
+            print(
+                f"zeroshard: {root}: this filesystem has no file locks (flock); what a killed save leaves there is removed by a "
+                "later one on the same host, or after a day",
+                file=sys.stderr,
+            )
 
     def publish(self) -> Path:
         """Give the complete checkpoint its name, for good, and point `latest` to it. Raises OSError, with nothing changed.
@@ -128,11 +165,32 @@ class Draft:
             os.close(lock)
 
 
+def _this_process() -> dict[str, Any]:
+    """What tells whether it is still there: where it runs, its number, and when it was started (numbers come again)."""
+    return {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _place() -> list[str]:
+    """Where process numbers mean the same: the host since it was booted, and the container."""
+    place = [socket.gethostname()]
+    with suppress(OSError):
+        place += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return place
+
+
+def _started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
 def sweep(root: Path) -> int:
     """Remove drafts of saves that ended before their time, and old checkpoints that were replaced; how many."""
     count = 0
-    for path in sorted(root.glob(".*.tmp")):
-        if path.is_dir() and abandoned(path / LOCK):
+    for path in sorted(root.glob(".*")):
+        ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
+        if ours and path.is_dir() and abandoned(path):
             shutil.rmtree(path, ignore_errors=True)
             count += 1
     for path in sorted(root.glob(".*.old")):
@@ -147,7 +205,7 @@ def sweep(root: Path) -> int:
 
 def hold(path: Path) -> int | None:
     """Lock a file until the descriptor is closed, or this process is gone. None where the filesystem has no locks."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks exclusively what can be written
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -156,36 +214,65 @@ def hold(path: Path) -> int | None:
     return fd
 
 
-def abandoned(lock: Path) -> bool:
-    """Whether nobody holds the lock on a file, or it is gone."""
+def held(path: Path) -> bool | None:
+    """Whether somebody holds the lock on a file; None where that can not be told (no locks, not permitted)."""
     try:
-        fd = os.open(lock, os.O_RDONLY)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return True
-    except OSError:
         return False
+    except OSError:
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False  # held: alive
+    except OSError as error:
+        return True if error.errno in (EAGAIN, EACCES) else None
     finally:
         os.close(fd)
-    return True
+    return False
+
+
+def abandoned(draft: Path) -> bool:
+    """Whether the process that made a draft is gone."""
+    locked = held(draft / LOCK)
+    if locked is not None:
+        return not locked
+    try:
+        maker = json.loads((draft / LOCK).read_text())
+        if maker["place"] == _place():
+            return _started(maker["pid"]) != maker["started"]
+        touched = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
+    except (OSError, ValueError, KeyError, TypeError):  # being made, or being removed, or of somebody else
+        return False
+    return time.time() - touched > _UNLOCKED_S
 
 
 def complete(root: Path) -> dict[str, Path]:
-    """Complete checkpoints by name, the oldest first (by step where the name tells, else by time)."""
+    """Complete checkpoints by name, the newest last: by step and then time, as their manifests say."""
     found: dict[str, Path] = {}
     for path in root.iterdir() if root.is_dir() else ():
         old = _OLD.fullmatch(path.name)
         name = old["name"] if old else path.name
         if (old or valid_name(name)) and (path / MANIFEST).is_file() and not (old and name in found):
             found[name] = path
-    return dict(sorted(found.items(), key=lambda item: _age(*item)))
+    ages = {name: age for name, path in found.items() if (age := _age(name, path)) is not None}
+    return {name: found[name] for name in sorted(ages, key=ages.__getitem__)}
 
 
-def _age(name: str, path: Path) -> tuple[int, float, str]:
-    return (path / MANIFEST).stat().st_mtime_ns, 0.0, name
+def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
+    """What checkpoints are sorted by. None if it has just been removed."""
+    head, written = b"", 0
+    try:
+        written = (path / MANIFEST).stat().st_mtime_ns  # the manifest tells whole seconds
+        with open(path / MANIFEST, "rb") as file:
+            head = file.read(_HEAD_NBYTES)
+    except FileNotFoundError:
+        return None
+    except OSError:  # not to be read: the name may tell
+        pass
+    step, when = re.search(rb'"step":(\d+)', head), re.search(rb'"time":"([^"]*)"', head)
+    named = re.fullmatch(r"step-(\d+)", name)
+    number = int(step[1]) if step else int(named[1]) if named else -1
+    return number, when[1].decode(errors="replace") if when else "", written, name
 
 
 def find(where: Path, name: str | None = None) -> Path:
@@ -201,7 +288,7 @@ def find(where: Path, name: str | None = None) -> Path:
             return present[name]
         raise CheckpointNotFound(f"{where}: no complete checkpoint {name!r}; there are: {', '.join(present) or 'none'}.")
     if not present:
-        drafts = len(list(where.glob(".*.tmp"))) if where.is_dir() else 0
+        drafts = sum(bool(_DRAFT.fullmatch(path.name)) for path in where.iterdir()) if where.is_dir() else 0
         state = f"only {drafts} unfinished ones" if drafts else "none" if where.is_dir() else "no such folder"
         raise CheckpointNotFound(f"{where}: expected a folder with a complete checkpoint, found {state}.")
     try:
@@ -219,14 +306,15 @@ def previous(path: Path) -> Path | None:
     return earlier[-1] if earlier else None
 
 
-def prune(root: Path, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints but the last `keep_last` and those for which `keep(path)`; the names removed."""
+def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
+    """Remove complete checkpoints but `saved`, the newest `keep_last - 1` others, and those that `keep`; the names removed."""
     if keep_last is None:
         return []
     removed = []
-    for name, path in list(complete(root).items())[:-keep_last]:
+    others = [(name, path) for name, path in complete(root).items() if name != saved]
+    for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):
-            scratch = root / f".{name}.{secrets.token_hex(3)}.tmp"  # invisible at once, whatever happens during removal
+            scratch = _draft_path(root, name, secrets.token_hex(3))  # invisible at once; if this is killed the next save goes on
             os.rename(path, scratch)
             shutil.rmtree(scratch, ignore_errors=True)
             removed.append(name)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointCorrupt
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from . import contents as holding
 from . import folder as places
 from .foreign import open_foreign, recognise
 from .manifest import Manifest
-from .opening import check_digests, check_sizes
+from .opening import Alone, agreed, check_digests, check_sizes, owner_of
 
-HOLD, UNCHECKED, NONE = "hold", "not verified", "the format has none"
+HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
+_LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Inspection:
     """One checkpoint. nbytes: of kinds (parameters with buffers, optimizer states, other) and of files by name.
 
     kind: "zeroshard", or the format of another library, of which less is known. damage: what is wrong, or "".
-    checksums: "hold", "not verified", "the format has none", or "damaged".
+    checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
     """
 
     path: str
@@ -55,41 +57,58 @@ class Inspection:
 def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
     """Every complete checkpoint of a folder, the oldest first; `name` alone; or the one that `path` is.
 
-    verify: read all files and compare checksums; damage is told, not raised. Needs one process, no group and no device.
+    verify: read all files and compare checksums; damage, and what cannot be read, is told, not raised. What a run that goes on
+    removes meanwhile is left out. Needs one process, no group and no device.
 
     Raises:
         CheckpointNotFound: nothing complete there.
+        CheckpointError: the folder, or a file of another library, cannot be read.
     """
-    where = Path(path)
+    return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)
+
+
+def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
     if name is None and not (where / places.MANIFEST).is_file():
-        present = places.complete(where)
-        if present:
-            return [_inspect(folder, verify) for folder in present.values()]
-        if recognise(where) is not None:
+        present = _complete(where)
+        found = [one for one in (_inspect(folder, verify) for folder in present.values()) if one is not None]
+        if found:
+            return found
+        if not present and recognise(where) is not None:
             return [_inspect_foreign(where)]
-    return [_inspect(places.find(where, name), verify)]
+    folder = places.find(where, name)
+    one = _inspect(folder, verify)
+    if one is None:
+        raise CheckpointNotFound(f"{folder} was removed while it was read: its run goes on, and keeps the last ones alone.")
+    return [one]
 
 
-def _inspect(folder: Path, verify: bool) -> Inspection:
+def _complete(where: Path) -> dict[str, Path]:
+    """Complete checkpoints by name, though one may vanish while they are listed."""
+    for _ in range(_LISTINGS):
+        with suppress(FileNotFoundError):
+            return places.complete(where)
+    return places.complete(where)
+
+
+def _inspect(folder: Path, verify: bool) -> Inspection | None:
+    """One of ours; None where it is gone by now."""
+    manifest, checksums, damage = None, HOLD if verify else UNCHECKED, ""
     try:
         manifest = Manifest.read(folder)
-    except CheckpointCorrupt as error:
-        files = {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
-        return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, files, "damaged", str(error), {}, {})
-    checksums, damage = HOLD if verify else UNCHECKED, ""
-    try:
         check_sizes(folder, manifest)
         if verify:
             check_digests(folder, manifest)
-    except CheckpointCorrupt as error:
-        checksums, damage = "damaged", str(error)
+    except (CheckpointError, OSError) as error:
+        if not (folder / places.MANIFEST).exists():
+            return None
+        checksums, damage = DAMAGED if isinstance(error, CheckpointCorrupt) else UNREADABLE, str(error)
+    if manifest is None:
+        return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, _files(folder), checksums, damage, {}, {})
     facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
     shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
     model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
     states = [shape for name, shape in shapes.items() if name.startswith(holding.STATE)]
-    per_rank = set(manifest.facts["per_rank"])
-    extras = {name.removeprefix(holding.EXTRA) for name in manifest.objects if name.startswith(holding.EXTRA)}
-    extras = {name.rpartition(".")[0] if name.rpartition(".")[0] in per_rank else name for name in extras}
+    extras = {owner_of(name, manifest.facts)[0] for name in manifest.objects if name.startswith(holding.EXTRA)}
     return Inspection(
         path=str(folder),
         kind="zeroshard",
@@ -107,6 +126,13 @@ def _inspect(folder: Path, verify: bool) -> Inspection:
         trained_only=manifest.facts["trained_only"],
         left_out=len(manifest.frozen),
     )
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Files that are there, of a checkpoint whose manifest does not tell; {} where nobody may know."""
+    with suppress(OSError):
+        return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
+    return {}
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -88,7 +89,8 @@ def load(
     Args:
         path: a checkpoint, or a folder of checkpoints: then `name`, or the newest complete one.
         optimizer: the model's; None: optimizer states stay as they are.
-        extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned.
+        extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned. One with a
+            `check_state_dict(state)` (zs.ShardedSampler) is asked first, and what it raises, nothing having changed, all raise.
         verify: compare all checksums before anything is changed. True: on the way into fresh tensors, where host memory has room
             for a second copy of this rank's parameters (and of the optimizer states that there are); "before": by reading
             everything once before (ranks share the work), in the memory of some buffers. So does True where there is no room,
@@ -102,6 +104,8 @@ def load(
         CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
         CheckpointMismatch: of another architecture or optimizer; all differences. Nothing was changed.
         BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
+        ConfigError, CheckpointError: an object of `extra` refuses its state, on any rank: which, and why. If only its
+            `load_state_dict` finds out, all else has been loaded.
     """
     runtime = runtime_of(model)
     core = core_of(runtime, optimizer, "zs.load")
@@ -112,7 +116,7 @@ def load(
     in_bulk = lambda manifest: verify is True and _stages(runtime, core, manifest)  # noqa: E731
     opened = open_any(comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
     loading = _Loading(runtime, core, opened)
-    extras = agreed(comm, "zs.load: comparing", lambda: loading.compare(extra or {}))
+    extras = agreed(comm, "zs.load: comparing", lambda: loading.compare(extra or {}), opened.path)
     loading.check_base()
     ready = loading.stage()
     try:
@@ -123,14 +127,8 @@ def load(
             comm.abort(f"rank {comm.rank}: {error}", CheckpointError(runtime.unusable))
         raise
     runtime.unusable = ""
-    result = Loaded(opened.path, opened.step, opened.facts, extras)
-    for key, target in (extra or {}).items():
-        if target is not None:
-            target.load_state_dict(extras[key])
-    if rng:
-        result.rng = loading.take_generators()
-    comm.exchange(b"", "zs.load: done")
-    return result
+    how = agreed(comm, "zs.load: done", lambda: loading.finish(extra or {}, extras, rng))
+    return Loaded(opened.path, opened.step, opened.facts, extras, how)
 
 
 def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
@@ -322,14 +320,8 @@ class _Loading:
 
     def check_base(self) -> None:
         """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
-        mine: dict[str, Identity] = {}
-        for group, index in self.left_out:
-            home, spec = group.homes[index], group.specs[index]
-            part = part_of(*spec.owners[0])
-            name = holding.names_of_group(group)[index][0]
-            key = name if part is None else f"{name}[{part.dim}:{part.start}:{part.stop}]"
-            mine[key] = identify(group.values.rest, home.begin, home.start, home.stop, spec.shape)
-        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(mine), "zs.load: base model")]
+        mine = agreed(self.comm, "zs.load: base model", self._identities, self.opened.path)
+        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(mine), "zs.load: base models")]
         differing = []
         for key in mine:
             total = everyone[0][key]
@@ -343,6 +335,17 @@ class _Loading:
                 f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
                 f"{len(mine)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
+
+    def _identities(self) -> dict[str, Identity]:
+        """Of this rank's slices of the parameters that are left out, by name."""
+        mine = {}
+        for group, index in self.left_out:
+            home, spec = group.homes[index], group.specs[index]
+            part = part_of(*spec.owners[0])
+            name = holding.names_of_group(group)[index][0]
+            key = name if part is None else f"{name}[{part.dim}:{part.start}:{part.stop}]"
+            mine[key] = identify(group.values.rest, home.begin, home.start, home.stop, spec.shape)
+        return mine
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Saved extras by name: all of them. Raises where one that is wanted is missing, or is of other ranks."""
@@ -360,7 +363,19 @@ class _Loading:
         for name, target in wanted.items():
             if target is not None and not callable(getattr(target, "load_state_dict", None)):
                 raise ConfigError(f"zs.load: extra[{name!r}]: expected an object with load_state_dict, or None, got {target!r}.")
+            if callable(check := getattr(target, "check_state_dict", None)):
+                try:
+                    check(found[name])
+                except Exception as error:
+                    raise self._refused(name, error, "nothing was changed") from error
         return found
+
+    def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
+        """What all ranks raise where an object does not take its state."""
+        kind = ConfigError if isinstance(error, ConfigError) else CheckpointError
+        what = str(error) if isinstance(error, ZeroshardError) else f"{type(error).__name__}: {error}"
+        who = f" on rank {self.comm.rank}" if self.comm.world_size > 1 else ""
+        return kind(f"zs.load: extra[{name!r}] did not take its state from {self.opened.path}{who}: {what} ({state})")
 
     # -- take ------------------------------------------------------------------------------------------------
 
@@ -400,12 +415,14 @@ class _Loading:
         bulk = self.opened.bulk
         if bulk is None:
             return None
-        put_states: Callable[[], None] = lambda: None  # noqa: E731
-        put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
-        if self.core is not None:
-            put_states = restoring.stage(self.core, self.states, bulk)
-        agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run))
-        return put_values, put_states
+
+        def note() -> Ready:
+            put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
+            return put_values, (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk)
+
+        ready = agreed(self.comm, "zs.load: memory to read into", note, self.opened.path)
+        agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run), self.opened.path)
+        return ready
 
     def _take_extra_state(self, reading: Reading) -> None:
         """What modules keep in state dicts besides parameters and buffers."""
@@ -431,16 +448,38 @@ class _Loading:
         if runtime.scaler is not None and own["scaler"] is not None and runtime.scaler.dynamic:
             runtime.scaler.scale, runtime.scaler.good_steps = own["scaler"]["scale"], own["scaler"]["good_steps"]
 
-    def take_generators(self) -> str:
-        """Restore random generators; how."""
+    def finish(self, extra: dict[str, Any], states: dict[str, Any], rng: bool) -> str:
+        """Give objects of `extra` their states, and this rank its generators; how. Raises what the first raised, at the end."""
+        refused: list[Exception] = []
+        loaded = "the model, the optimizer and all else have been loaded"
+        for name, target in extra.items():
+            try:
+                if target is not None:
+                    target.load_state_dict(states[name])
+            except Exception as error:
+                refused.append(self._refused(name, error, loaded))
+                refused[-1].__cause__ = error
+        try:
+            done = self._take_generators() if rng else "left"
+        except Exception as error:
+            raise CheckpointError(f"{self.opened.path}: the random generators of rank {self.comm.rank} could not be set, "
+                                  f"all else has been loaded: {type(error).__name__}: {error}") from error  # fmt: skip
+        if refused:
+            raise refused[0]
+        return done
+
+    def _take_generators(self) -> str:
         states = self.opened.generators
         if states is None:
             return "left"
         if self.comm.world_size == self.opened.facts["world_size"]:
             holding.set_generators(states, self.comm.device)
             return "restored"
-        seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63
-        torch.manual_seed((seed + self.comm.rank) % 2**63)
+        seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63 + self.comm.rank
+        torch.manual_seed(seed % 2**63)  # every device's
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
         if self.comm.rank == 0:
             print(
                 f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "

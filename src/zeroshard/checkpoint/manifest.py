@@ -18,7 +18,7 @@ import xxhash
 from ..boxes import Box
 from ..errors import CheckpointCorrupt, CheckpointError
 from . import dcp
-from .datafile import DIGEST_NBYTES, FileLayout
+from .datafile import DIGEST_NBYTES, FileLayout, digest_count
 from .folder import MANIFEST, sync, write_whole
 from .identity import Identity
 
@@ -115,6 +115,10 @@ class Manifest:
             raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
         body.pop("checksum"), body.pop("digest"), body.pop("digest_nbytes"), body.pop("format")
         files = [FileEntry(f["name"], f["nbytes"], tuple(f["digests"])) for f in body.pop("files")]
+        for file in files:  # a file with too few would pass for checked
+            if len(file.digests) != digest_count(file.nbytes):
+                wanted = f"{digest_count(file.nbytes)} checksums of the {file.nbytes:,} bytes of {file.name}"
+                raise CheckpointCorrupt(str(path), 0, wanted, str(len(file.digests)))
         tensors = {}
         for name, t in body.pop("tensors").items():
             boxes = [StoredBox(f, d, o, n, Box(tuple(at), tuple(size))) for f, d, o, n, at, size in t["boxes"]]

@@ -39,7 +39,8 @@ class Opened:
     ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
     trained_only: bool = False
     frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of the Identity of what was left out
-    module_objects: dict[str, Any] = field(default_factory=dict)
+    module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
+    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
     progress: dict[str, Any] | None = None  # steps taken, loss scale
     extras: dict[str, Any] = field(default_factory=dict)
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread

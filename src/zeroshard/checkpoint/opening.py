@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,33 +16,61 @@ from torch import nn
 
 from .. import weights
 from ..comm.base import Comm
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, ZeroshardError
+from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ZeroshardError
 from ..unit import ParamSpec
 from . import contents as holding
 from . import folder as places
 from .bulk import Bulk
 from .datafile import DIGEST_NBYTES
 from .foreign import RECOGNISED, open_foreign, recognise
-from .manifest import Manifest, ObjectEntry
+from .manifest import Manifest
 from .opened import Opened
 from .stored import Stored, stored_tensors
+from .together import together
 
 _READ_NBYTES = 4 << 20
 T = TypeVar("T")
 
 
-def agreed(comm: Comm | Alone, label: str, action: Callable[[], T]) -> T:
-    """Carry out an action; if it raises one of our errors or OSError on one rank, every rank raises that (collective)."""
-    problem, result = None, None
+class Untrusted(CheckpointError):
+    """An object is of a class that torch does not load by itself."""
+
+
+def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
+    """Carry out an action that may take one rank minutes; if it raises on one, every rank raises that (collective).
+
+    It must not use `comm` (see `together`). Errors of ours are told as they are; others as a CheckpointError with the rank
+    and what it met. path: what is read.
+    """
+    results: list[T] = []
+
+    def work() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            told = _told(error, comm.rank if comm.world_size > 1 else None, label, path)
+            if told is error:
+                raise
+            raise told from error
+
+    together(comm, label, work)  # type: ignore[arg-type]
+    return results[0]
+
+
+def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLike) -> Exception:
+    """An error in the words in which all ranks raise it, fit to be sent."""
+    if isinstance(error, CheckpointReadError):
+        return error if rank is None else CheckpointReadError(error.file, error.offset, error.errno, error.reason, rank)
+    if isinstance(error, OSError) and not isinstance(error, ZeroshardError):
+        return CheckpointReadError(error.filename or path, None, error.errno, error.strerror or str(error), rank)
+    doing, who = label.partition(": ")[2] or label, "" if rank is None else f"rank {rank}, "
     try:
-        result = action()
-    except (ZeroshardError, OSError) as error:
-        problem = error
-    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(problem), label)]
-    found = next((p for p in everyone if p is not None), None)
-    if found is not None:
-        raise found
-    return result  # type: ignore[return-value]
+        if isinstance(error, ZeroshardError) and pickle.loads(pickle.dumps(error)) is not None:
+            return error
+    except Exception:  # it can not be sent: its words can
+        pass
+    text = (str(error).splitlines() or [""])[0]
+    return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
 
 
 def open_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> tuple[Path, Manifest]:
@@ -54,9 +82,9 @@ def open_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | Non
         if comm.rank == 0:
             found = places.find(Path(path), name)
 
-    agreed(comm, "zs.load: find", find)
+    agreed(comm, "zs.load: find", find, path)
     folder = pickle.loads(comm.exchange(pickle.dumps(found), "zs.load: which")[0])
-    return folder, agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)))
+    return folder, agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
 
 
 def hinted(folder: Path, action: Callable[[], T]) -> T:
@@ -130,7 +158,10 @@ def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes
     with open(path, "rb", buffering=0) as file:
         got = 0
         while got < nbytes:
-            count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
+            try:
+                count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
+            except OSError as error:
+                raise CheckpointReadError(path, offset + got, error.errno, error.strerror or str(error)) from error
             if count == 0:
                 raise CheckpointCorrupt(str(path), offset + got, f"{file_nbytes:,} bytes", f"{offset + got:,} bytes")
             got += count
@@ -142,19 +173,36 @@ def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes
     return nbytes
 
 
-def read_object(folder: Path, manifest: Manifest, entry: ObjectEntry, trusted: bool = False) -> Any:
-    """A plain value. Raises CheckpointError where it is of a class that torch does not load by itself."""
+def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
+    """A plain value.
+
+    Raises Untrusted where it is of a class that torch does not load by itself; CheckpointCorrupt, CheckpointError.
+    """
+    entry = manifest.objects[name]
     path = folder / manifest.files[entry.file].name
     with open(path, "rb") as file:
         file.seek(entry.offset)
         content = io.BytesIO(file.read(entry.nbytes))
     try:
         return torch.load(content, map_location="cpu", weights_only=not trusted)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: an object of a class that is not loaded without your word: pass trusted=True if you trust whoever wrote "
-            f"this checkpoint ({str(error).splitlines()[0]})"
-        ) from None
+    except Exception as error:
+        _check_object(folder, manifest, name)
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, pickle.UnpicklingError) and not trusted:
+            raise Untrusted(
+                f"{path}: {name}: an object of a class that is not loaded without your word: pass trusted=True if you trust "
+                f"whoever wrote this checkpoint ({reason})"
+            ) from None
+        raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
+    """Raise CheckpointCorrupt where the file is to blame that an object does not load."""
+    entry = manifest.objects[name]
+    file, first = manifest.files[entry.file], entry.offset // DIGEST_NBYTES
+    digests = file.digests[first : (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1]
+    buffer = memoryview(bytearray(len(digests) * DIGEST_NBYTES))
+    hinted(folder, lambda: _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer))
 
 
 def is_foreign(path: Path) -> bool:
@@ -189,16 +237,17 @@ def open_any(
         if comm.rank == 0 and name is None and is_foreign(Path(path)):
             foreign = Path(path)
 
-    agreed(comm, "zs.load: look", look)
+    agreed(comm, "zs.load: look", look, path)
     where = pickle.loads(comm.exchange(pickle.dumps(foreign), "zs.load: what is it")[0])
     if where is not None:
-        return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted))
+        return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
     folder, manifest = open_checkpoint(comm, path, name)
-    agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest))
+    ranks = (comm.rank, comm.world_size)
+    agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     in_bulk = verify and bulk(manifest)
     if verify:
-        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, comm.rank, comm.world_size, in_bulk))
-    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, comm.rank, comm.world_size, trusted, values))
+        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, in_bulk), folder)
+    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values), folder)
     opened.bulk = Bulk(folder, manifest) if in_bulk else None
     return opened
 
@@ -233,9 +282,11 @@ def open_own(
         if first in opened.model:
             opened.model.setdefault(alias, opened.model[first])
     for name in manifest.objects:
-        short = name.removeprefix(holding.EXTRA)
-        if short != name and short.rpartition(".")[0] not in manifest.facts["per_rank"]:
-            opened.shared_extras[short] = partial(read_object, folder, manifest, manifest.objects[name], trusted)
+        reader = partial(read_object, folder, manifest, name, trusted)
+        if name.startswith(holding.MODEL):
+            opened.module_readers[name.removeprefix(holding.MODEL)] = reader
+        elif name.startswith(holding.EXTRA) and owner_of(name, manifest.facts)[1] is None:
+            opened.shared_extras[name.removeprefix(holding.EXTRA)] = reader
     if values:
         _add_values(opened, manifest, rank, world_size, trusted)
     return opened
@@ -243,21 +294,28 @@ def open_own(
 
 def _add_values(opened: Opened, manifest: Manifest, rank: int, world_size: int, trusted: bool) -> None:
     objects, same = manifest.objects, world_size == manifest.facts["world_size"]
-    read = lambda name: read_object(opened.path, manifest, objects[name], trusted)  # noqa: E731
+    read = lambda name: read_object(opened.path, manifest, name, trusted)  # noqa: E731
     opened.per_rank = frozenset() if same else frozenset(manifest.facts["per_rank"])
     opened.progress, opened.generators = read(holding.OWN), read(f"{holding.RNG}{rank if same else 0}")
     for name in objects:
         if name == holding.GROUPS:
             opened.groups = read(name)
-        elif name.startswith(holding.MODEL):
-            opened.module_objects[name.removeprefix(holding.MODEL)] = read(name)
         elif name.startswith(holding.STATE):
             parameter, _, key = name.removeprefix(holding.STATE).rpartition(".")
             opened.states.setdefault(parameter, {})[key] = read(name)
         elif name.startswith(holding.EXTRA):
-            short = name.removeprefix(holding.EXTRA)
-            stem, _, owner = short.rpartition(".")
-            if short in opened.shared_extras:
-                opened.extras[short] = opened.shared_extras[short]()
-            elif same and owner == str(rank):
+            stem, owner = owner_of(name, manifest.facts)
+            if owner is None:
+                opened.extras[stem] = opened.shared_extras[stem]()
+            elif same and owner == rank:
                 opened.extras[stem] = read(name)
+    opened.module_objects = {name: reader() for name, reader in opened.module_readers.items()}
+
+
+def owner_of(name: str, facts: Mapping[str, Any]) -> tuple[str, int | None]:
+    """(name of an extra, the rank whose it is; None: it is the same on all) of the object 'extra.<name>[.<rank>]'."""
+    short = name.removeprefix(holding.EXTRA)
+    stem, _, suffix = short.rpartition(".")
+    if stem in facts["per_rank"] and suffix in map(str, range(facts["world_size"])):
+        return stem, int(suffix)
+    return short, None

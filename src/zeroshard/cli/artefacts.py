@@ -1,8 +1,12 @@
-"""The folder of a run: metrics.jsonl, checkpoints/, plot.png, report.json, model.safetensors, config.json, sample.txt."""
+"""The folder of a run: metrics.jsonl, checkpoints/, model.safetensors, config.json, sample.txt, plot.png, report.json.
+
+metrics.jsonl comes first and report.json last, so the one says that there is a run, and the other that it is finished.
+"""
 
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +18,7 @@ from .arguments import UsageError
 
 matplotlib.use("Agg")
 BITS_PER_NAT = 1 / math.log(2)
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, METRICS, MODEL, REPORT = "checkpoints", "metrics.jsonl", "model.safetensors", "report.json"
 
 
 class RunFolder:
@@ -24,42 +28,58 @@ class RunFolder:
     records: list[dict[str, Any]]  # what metrics.jsonl holds: one row per step or look at the held-out text
 
     def __init__(self, path: Path, records: list[dict[str, Any]]) -> None:
-        """records: rows that are there already, of a run that is resumed."""
-        self.path, self.records = path, []
-        self._metrics = open(self.path / "metrics.jsonl", "w", buffering=1)
-        for row in records:
-            self.record(**row)
+        """records: rows that are there already, of a run that is resumed. Others there are dropped."""
+        self.path, self.records = path, records
+        self.write_text(METRICS, "".join(json.dumps(row) + "\n" for row in records))
+        self._metrics = open(self.path / METRICS, "a", buffering=1)
 
     @classmethod
     def create(cls, out: str | None) -> "RunFolder":
         """A new run's. Raises UsageError."""
         return cls(cls._create(out), [])
 
-    @classmethod
-    def reopen(cls, path: Path, step: int) -> "RunFolder":
-        """That of a run which goes on after `step`: rows of later steps, which were not saved, are dropped."""
+    @staticmethod
+    def recorded(path: Path, step: int) -> list[dict[str, Any]]:
+        """The rows of a run up to `step`, from which it goes on: those of later steps were not saved."""
         records = []
-        for line in (path / "metrics.jsonl").read_text().splitlines() if (path / "metrics.jsonl").exists() else ():
+        for line in (path / METRICS).read_text().splitlines() if (path / METRICS).exists() else ():
             try:
                 row = json.loads(line)
             except ValueError:  # the run ended in the middle of a line
                 break
             if row.get("step", 0) <= step:
                 records.append(row)
-        return cls(path, records)
+        return records
 
     @staticmethod
     def with_checkpoints(out: str | None, resume: str) -> Path:
-        """The folder of the run to resume: `resume`, --out, or the newest run that has checkpoints. Raises UsageError."""
+        """The folder of the run to resume: `resume`, --out, or the newest run that has checkpoints. Raises UsageError.
+
+        One that was ended before it saved its first checkpoint is as good.
+        """
         named = resume or out
         if named is not None:
-            if not (Path(named) / CHECKPOINTS).is_dir():
+            if not (Path(named) / CHECKPOINTS).is_dir() and not RunFolder.unfinished(Path(named)):
                 raise UsageError(f"--resume: expected the folder of a run with checkpoints, got {named}, which has none")
             return Path(named)
         runs = [path.parent for path in Path("runs").glob(f"*/{CHECKPOINTS}")]
         if not runs:
             raise UsageError("--resume: expected a run with checkpoints in runs/, found none; train with --save-every first")
         return max(runs, key=lambda path: (path / CHECKPOINTS).stat().st_mtime_ns)
+
+    @staticmethod
+    def unfinished(path: Path) -> bool:
+        """Whether a folder holds a run that was ended before all its results were written."""
+        return (path / METRICS).is_file() and not (path / REPORT).exists()
+
+    @staticmethod
+    def finished(path: Path, step: int) -> bool:
+        """Whether a folder holds all results of a run that took `step` steps."""
+        try:
+            reported = json.loads((path / REPORT).read_text())["last_step"]["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return reported == step and (path / MODEL).exists()
 
     @staticmethod
     def _create(out: str | None) -> Path:
@@ -74,7 +94,7 @@ class RunFolder:
                 raise UsageError(f"--out: expected a folder, got the file {out}") from None
             except OSError as error:
                 raise UsageError(f"--out: cannot create {path}: {error.strerror}") from None
-            if (path / "metrics.jsonl").exists():
+            if (path / METRICS).exists():
                 raise UsageError(f"--out: expected a folder without a run, got {path}, which holds one; name another")
             if not os.access(path, os.W_OK):
                 raise UsageError(f"--out: expected a folder that can be written, got {path}")
@@ -87,10 +107,17 @@ class RunFolder:
         self._metrics.write(json.dumps(values) + "\n")
 
     def write_json(self, name: str, values: Mapping[str, Any]) -> None:
-        (self.path / name).write_text(json.dumps(values, indent=2) + "\n")
+        self.write_text(name, json.dumps(values, indent=2) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        (self.path / name).write_text(text, encoding="utf-8")
+        """Make a file, or replace it: with all its content or not at all."""
+        scratch = self.path / f".{name}.{secrets.token_hex(3)}.tmp"
+        try:
+            scratch.write_text(text, encoding="utf-8")
+            os.replace(scratch, self.path / name)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:
         """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte."""

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
             prefix=options.prefix,
             verify=not options.no_verify,
         )
-    except (zs.CheckpointError, zs.ConfigError) as error:
+    except zs.ZeroshardError as error:
         return report_error(str(error))
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")

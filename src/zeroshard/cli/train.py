@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -25,7 +25,7 @@ from zeroshard.launch import spawn
 
 from . import report_error, summary
 from .arguments import UsageError
-from .artefacts import BITS_PER_NAT, CHECKPOINTS, RunFolder
+from .artefacts import BITS_PER_NAT, CHECKPOINTS, MODEL, REPORT, RunFolder
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -80,9 +80,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = Trainer(options, ranks, corpus)
     if options.resume is not None:
-        found = trainer.resume(path / CHECKPOINTS)
-        console.print(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training", highlight=False)
-    folder = RunFolder.reopen(path, trainer.step) if ranks.first and options.resume is not None else folder
+        folder = _resume(trainer, path, console)
     summary.opening(console, options, ranks, corpus, trainer.model)
     forecast = trainer.forecast() if options.offloads else None
     if forecast is not None:
@@ -93,19 +91,20 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     after = trainer.held_out_loss(overlap=True)
     prompt = options.prompt or ("def " if options.data is None else "\n")
     text = trainer.sample(prompt)
-    zs.save_safetensors(trainer.model, path / "model.safetensors")
+    zs.save_safetensors(trainer.model, path / MODEL)
     trainer.close()
     if folder is None:
         return
+    steps = steps or _steps_of(folder.records)
     baselines = compressed_bits_per_byte(trainer.held_out)
     folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
     outcome = summary.Outcome(
         scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
     )
-    folder.write_json("report.json", {**report.to_dict(), **outcome.facts(report)})
     folder.write_text("sample.txt", text + "\n")
     folder.write_plot(baselines)
+    folder.write_json(REPORT, {**report.to_dict(), **outcome.facts(report)})  # last: see `RunFolder.finished`
     folder.close()
     summary.closing(console, folder, report, outcome)
 
@@ -149,6 +148,35 @@ def _open_folder(options: TrainOptions, ranks: Ranks) -> tuple[RunFolder | None,
     return folder, Path(ranks.of_first(str(path.absolute()) if path is not None else None))
 
 
+def _resume(trainer: Trainer, path: Path, console: Console) -> RunFolder | None:
+    """Go on with a run's newest checkpoint, or from its beginning where there is none yet; rank 0's folder (collective).
+
+    Raises UsageError. A run that took all its steps, but was ended before its results were written, gets them.
+    """
+    found, folder, error = trainer.resume(path / CHECKPOINTS), None, None
+    if trainer.ranks.first:
+        try:
+            if found is None and not RunFolder.unfinished(path):
+                raise UsageError(f"--resume: expected an unfinished run or a complete checkpoint in {path}, which holds none")
+            records = RunFolder.recorded(path, trainer.step)
+            if trainer.complete and (RunFolder.finished(path, trainer.step) or not _steps_of(records)):
+                told = f"{trainer.step} steps, {trainer.seconds:.0f} s"
+                raise UsageError(f"--resume: the run is complete ({told}); give it more --steps")
+            folder = RunFolder(path, records)
+        except OSError as problem:
+            error = f"--resume: cannot write in {path}: {problem.strerror}"
+        except UsageError as problem:
+            error = str(problem)
+    trainer.ranks.agree("--resume", None, error)
+    if found is None:
+        console.print(f"nothing to resume from in {path} yet: from the beginning", highlight=False, soft_wrap=True)
+        return folder
+    console.print(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training", highlight=False)
+    if trainer.complete:
+        console.print("all steps have been taken: the results are written")
+    return folder
+
+
 def _train(
     trainer: Trainer, folder: RunFolder | None, console: Console, checkpoints: Path
 ) -> tuple[float, list[StepResult]]:
@@ -164,13 +192,13 @@ def _train(
             progress.update(result.fraction, result.step, result.loss * BITS_PER_NAT, rate)
             if folder is not None:
                 folder.record(**asdict(result))
-            if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):
-                saving = trainer.save(checkpoints)
             if result.step % options.eval_every == 0 or result.fraction == 1.0:
                 bits = trainer.held_out_loss()
                 progress.note(f"held-out text after {result.step} steps: {bits:.3f} bits per byte")
                 if folder is not None:
                     folder.record(step=result.step, seconds=result.seconds, held_out_bits_per_byte=bits)
+            if options.save_every and (result.step % options.save_every == 0 or result.fraction == 1.0):
+                saving = trainer.save(checkpoints)  # when all rows of the step are there: later ones are dropped by a resume
     if saving is not None:
         saving.wait()
     return before, results
@@ -186,6 +214,12 @@ def _held_out_before(trainer: Trainer, folder: RunFolder | None) -> float:
     if folder is not None:
         folder.record(step=trainer.step, seconds=trainer.seconds, held_out_bits_per_byte=before)
     return before
+
+
+def _steps_of(records: list[dict[str, Any]]) -> list[StepResult]:
+    """The steps among the rows of metrics.jsonl."""
+    rows = [row for row in records if "loss" in row]
+    return [StepResult(**{**row, "memory_nbytes": tuple(row["memory_nbytes"])}) for row in rows]
 
 
 def median_seconds(steps: list[StepResult]) -> float:

@@ -7,6 +7,7 @@ rank the mean loss and rank 0's clock, so all agree when the time limit ends the
 """
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -82,6 +83,19 @@ def _difference(after: dict, before: dict) -> dict[str, tuple[int, int]]:
     return found
 
 
+def _explained(error: zs.CheckpointError) -> str:
+    """Why a checkpoint cannot be resumed from, and what to do, on one line."""
+    first, *differences = str(error).splitlines()
+    shown = "; ".join(line.strip() for line in differences[:3])
+    more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+    remedy = ""
+    if isinstance(error, zs.CheckpointMismatch):
+        remedy = ". Give the options that the run was started with"
+    elif isinstance(error, zs.CheckpointCorrupt):
+        remedy = f" With {Path(error.file).parent} out of the way, --resume takes what was saved before"
+    return f"{first} {shown}{more}".rstrip() + remedy
+
+
 class Trainer:
     """One run on one rank: `steps()` trains, `held_out_loss()` and `sample()` look at the model."""
 
@@ -97,6 +111,7 @@ class Trainer:
         self.step, self.seconds = 0, 0.0  # done so far, by rank 0's clock
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
+        self.step_traffic, self.step_moved = {}, {}
         self.model, self.optimizer = build(options, ranks)
         self.process = psutil.Process()
 
@@ -125,6 +140,11 @@ class Trainer:
                 memory_nbytes,
             )  # fmt: skip
 
+    @property
+    def complete(self) -> bool:
+        """Whether all steps have been taken, or the time is used up."""
+        return self._fraction(self.step, self.seconds) >= 1.0
+
     def _fraction(self, step: int, seconds: float) -> float:
         """Of the run that is done."""
         fraction = step / self.options.steps
@@ -132,22 +152,28 @@ class Trainer:
 
     def save(self, folder: Path) -> zs.Save:
         """A checkpoint of all that the run needs to go on (collective)."""
-        run = {"step": self.step, "seconds": self.seconds, **self.identity}
+        traffic = self.ranks.of_first(json.dumps([self.step_traffic, self.step_moved]))  # rank 0's, which reports it
+        run = {"step": self.step, "seconds": self.seconds, "traffic": traffic, **self.identity}
         return zs.save(
             folder, self.model, self.optimizer, extra={"run": run}, step=self.step, keep_last=self.options.keep_last,
             asynchronous=self.options.save_in_background, overwrite=True,
         )  # fmt: skip
 
-    def resume(self, folder: Path) -> Path:
-        """Go on with the newest checkpoint of a folder; which (collective). Raises UsageError where the data is another."""
-        found = zs.load(folder, self.model, self.optimizer, extra={"run": None})
+    def resume(self, folder: Path) -> Path | None:
+        """Go on with the newest checkpoint of a folder; which, or None: there is none (collective). Raises UsageError."""
+        try:
+            found = zs.load(folder, self.model, self.optimizer, extra={"run": None})
+        except zs.CheckpointNotFound:
+            return None
+        except zs.CheckpointError as error:
+            raise UsageError(f"--resume: {_explained(error)}") from error
         run = found.extra["run"]
         other = [f"{name}: was {run[name]}, is {value}" for name, value in self.identity.items() if run[name] != value]
         if other:
             raise UsageError(f"--resume: {found.path} is of a run on other data: {'; '.join(other)}")
         self.step, self.seconds = run["step"], run["seconds"]
-        if self._fraction(self.step, self.seconds) >= 1.0:
-            raise UsageError(f"--resume: the run is complete ({self.step} steps, {self.seconds:.0f} s); give it more --steps")
+        if "traffic" in run:
+            self.step_traffic, self.step_moved = json.loads(run["traffic"])
         return found.path
 
     def forecast(self) -> Forecast:

@@ -6,8 +6,10 @@ multiples of ALIGN. `torch.empty` aligns to 64 only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -32,8 +34,8 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
 
     Args:
         nbytes: size; the memory is that size rounded up to a page, not to a power of two as `pin_memory()` rounds.
-        pin: lock the pages for copies from and to a CUDA device; without one this has no effect. The tensor must live
-            until its copies are done, which no allocator watches over here.
+        pin: lock the pages for copies from and to a CUDA device; without one this has no effect, and where the system
+            refuses one line says so. The tensor must live until its copies are done, which no allocator watches over here.
 
     Returns:
         a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
@@ -74,15 +76,39 @@ class _Mapping(mmap.mmap):
     """Mapped memory that can be locked for CUDA, until just before it is unmapped."""
 
     _pinned: int = 0  # the address
+    _device: int = 0  # that was current
 
     def pin(self, whole: Tensor) -> None:
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0))
-        self._pinned = whole.data_ptr()
+        failed = runtime.cudaHostRegister(whole.data_ptr(), whole.nbytes, 0)
+        if int(failed):
+            _tell_unpinned(whole.nbytes, str(runtime.cudaGetErrorString(failed)))
+            return
+        self._pinned, self._device = whole.data_ptr(), torch.cuda.current_device()
 
     def __del__(self) -> None:  # a weakref's callback would come after munmap
         if self._pinned:
+            # owners wait for their copies; where one is under way nevertheless, that cudaHostUnregister waits is not documented
+            with contextlib.suppress(RuntimeError):  # of an earlier kernel: memory is given back all the same
+                torch.cuda.synchronize(self._device)
             torch.cuda.cudart().cudaHostUnregister(self._pinned)
+
+
+_told_unpinned = False
+
+
+def _tell_unpinned(nbytes: int, reason: str) -> None:
+    """Copies from and to such memory are right and slower: no reason to end a run. Said once."""
+    global _told_unpinned
+    with contextlib.suppress(RuntimeError, AssertionError):
+        torch.ones(1, device="cuda")  # CUDA would report the failure again, at the next kernel: now, and here
+    if not _told_unpinned:
+        _told_unpinned = True
+        print(
+            f"zeroshard: {nbytes} bytes of host memory can not be pinned ({reason}): copies from and to the device are slower. "
+            "Raise the limit of locked memory (ulimit -l), or offload less to the host",
+            file=sys.stderr,
+        )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -33,6 +33,16 @@ class NarrowRest(MemoryRest):
     def view(self, start: int, stop: int) -> Tensor | None:
         return (self.narrow if self.is_narrow else self.tensor)[start:stop]
 
+    def read(self, start: int, out: Tensor) -> Pending:
+        if not self.is_narrow:
+            return super().read(start, out)
+        out.copy_(self.narrow[start : start + out.numel()])
+        return MOVED
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        self.widen()  # what is not written stays
+        return super().write(start, source)
+
     def load(self, start: int, stop: int) -> Tensor:
         part = (self.narrow if self.is_narrow else self.tensor)[start:stop]
         self.tiers.ledger.move(Tier.HOST, Tier.DEVICE, part.nbytes)

@@ -1,4 +1,4 @@
-"""Host memory: how much there is, and keeping what the C library would give back to the kernel after every step.
+"""Host memory: how much there is by which limit, and keeping what the C library would give back to the kernel after every step.
 
 Training frees and allocates the same large tensors each step. glibc maps large blocks afresh and trims its heap, so the
 kernel zeroes the same pages again and again: 13,000-23,000 page faults a step and rank for the 34M GPT, 3-5% of its time
@@ -8,8 +8,15 @@ kernel zeroes the same pages again and again: 13,000-23,000 page faults a step a
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
+
+try:
+    import resource
+except ImportError:  # no POSIX system: no such limits
+    resource = None  # type: ignore[assignment]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_NBYTES = 128 << 20
@@ -25,30 +32,87 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_NBYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_NBYTES))
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Memory that may still be taken: `nbytes`, by what `name` says; of_process: by this process alone, not by the host's."""
+
+    name: str
+    nbytes: int
+    remedy: str
+    of_process: bool = False
+
+
+def limits() -> list[Limit]:
+    """What still limits the memory of this process, as far as it is known. Swap counts: it is slow, but nobody is killed."""
+    swap = _meminfo("SwapFree") or 0
+    found = []
+    if (free := _meminfo("MemAvailable")) is not None:
+        found.append(Limit("RAM and swap" if swap else "RAM", free + swap, "a host with more memory"))
+    found += [
+        Limit(f"cgroup {folder}", left + swap, "raise the memory limit of the container or control group")
+        for folder, left in _groups_left()
+    ]
+    if (space := _address_space_left()) is not None:
+        found.append(Limit("RLIMIT_AS", space, "raise the limit of the process's address space (ulimit -v)", of_process=True))
+    return found
+
+
 def available_nbytes() -> int | None:
     """Memory that this process may still take: what the machine has, and what the limit of its group leaves. None if unknown."""
-    try:
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    left = [int(found[1]) << 10] if found else []
-    for root, limit, used in (
-        ("", "memory.max", "memory.current"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        for folder in _own_groups(root):
-            try:
-                left.append(int((folder / limit).read_text()) - int((folder / used).read_text()))
-            except (OSError, ValueError):  # no such group, or "max"
-                continue
+    free = _meminfo("MemAvailable")
+    left = ([] if free is None else [free]) + [left for _, left in _groups_left()]
     return max(min(left), 0) if left else None
 
 
+def _meminfo(name: str) -> int | None:
+    """Bytes, by /proc/meminfo."""
+    try:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) << 10 if found else None
+
+
+def _groups_left() -> list[tuple[Path, int]]:
+    """(control group, bytes that its limit leaves) of all that have one. Cached files are given back when memory is asked for."""
+    found = []
+    for root, limit, used, cached in (
+        ("", "memory.max", "memory.current", ("active_file", "inactive_file")),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    ):
+        for folder in _own_groups(root):
+            try:
+                left = int((folder / limit).read_text()) - int((folder / used).read_text())
+                counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
+            found.append((folder, max(left + sum(int(counts.get(name, 0)) for name in cached), 0)))
+    return found
+
+
+def _address_space_left() -> int | None:
+    """Bytes that RLIMIT_AS leaves; None where there is no such limit."""
+    if resource is None or not hasattr(resource, "RLIMIT_AS"):
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return None
+    return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
+
+
 def _own_groups(root: str) -> list[Path]:
-    """Where the control group of this process may be found: inside a container its own is the root."""
+    """Where the control group of this process may be found, and those around it: inside a container its own is the root."""
     base, found = Path("/sys/fs/cgroup") / root, [Path("/sys/fs/cgroup") / root]
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return found
-    return found + [base / path.lstrip("/") for _, kinds, path in lines if root in kinds.split(",") and path != "/"]
+    for _, kinds, path in lines:
+        if root in kinds.split(","):
+            own = Path(path.lstrip("/"))
+            found += [base / folder for folder in (own, *own.parents) if folder.parts]
+    return found

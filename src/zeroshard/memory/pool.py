@@ -180,6 +180,16 @@ class BufferPool:
     def give(self, buffer: Tensor, pending: Any = None) -> None:
         """The buffer may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
+        for position, (_, others) in reversed(list(enumerate(self._free))):
+            if self._made > self.count and (others is None or others.done()):
+                self._settled(position)
+                self.lose()
+
+    def take_further(self) -> Tensor:
+        """A buffer beyond `count`, for a need that can not wait. As many are given up when they are free again."""
+        self._made += 1
+        self.ledger.enter(STAGING, self.nbytes, self.tier)
+        return self.make(self.nbytes)
 
     def lose(self) -> None:
         """A buffer that was taken will not come back."""

@@ -80,7 +80,8 @@ class SwapFolder:
             remove_leftovers(parent, remote=remote)
         except OSError as error:
             raise SwapError(f"{where}: {_refusal(error)}") from None
-        _check_space(parent, where, needed_nbytes, max(needed_nbytes, host_needed_nbytes or 0))
+        self._parent, self._where = parent, where
+        self.check_space(needed_nbytes, max(needed_nbytes, host_needed_nbytes or 0))
         self.path, self.lock_fd = _make_folder(parent, where)
         if keep:
             (self.path / _KEEP).touch()
@@ -88,6 +89,15 @@ class SwapFolder:
         self._end = weakref.finalize(self, _end, self.path, self.lock_fd, keep, os.getpid())
         # a process that multiprocessing has forked leaves without atexit, but calls these
         self._at_exit = multiprocessing.util.Finalize(None, self._end, exitpriority=0)
+
+    def check_space(self, needed_nbytes: int, host_needed_nbytes: int) -> None:
+        """Raise SwapError where so many bytes of this rank, and of all ranks of this host, are not free."""
+        _check_space(self._parent, self._where, needed_nbytes, host_needed_nbytes)
+
+    @property
+    def device(self) -> int:
+        """The same number for folders on the same filesystem."""
+        return self._parent.stat().st_dev
 
     def file(self, name: str, nbytes: int, *, reserve: bool = False) -> File:
         """A new file of `nbytes` zero bytes; see `open_file` for the rest."""

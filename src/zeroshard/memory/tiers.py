@@ -29,10 +29,10 @@ from ..errors import OffloadIOError
 from .aligned import zeros
 from .files import Engine, File, empty_aligned
 from .ledger import Ledger
+from .needs import PAGE_NBYTES
 from .pool import BufferPool, StagingPool
 from .swap import SwapFolder
 
-PAGE_NBYTES = 4096  # regions on disk begin at multiples of this
 _SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
 
 
@@ -287,11 +287,8 @@ class ImaginedRest(Rest):
 class _Folder:
     """A swap folder with its engine, from which regions are taken one after another."""
 
-    def __init__(self, offload: Offload, comm: Comm, needed_nbytes: int) -> None:
-        self.swap = SwapFolder(
-            offload.path, rank=comm.rank, needed_nbytes=needed_nbytes, host_needed_nbytes=needed_nbytes * comm.world_size,
-            any_filesystem=offload.any_filesystem,
-        )  # fmt: skip
+    def __init__(self, offload: Offload, comm: Comm) -> None:
+        self.swap = SwapFolder(offload.path, rank=comm.rank, needed_nbytes=0, any_filesystem=offload.any_filesystem)
         self.engine = Engine(checksum=offload.checksum)
         self._file: File | None = None
         self._end = self._count = 0
@@ -324,6 +321,8 @@ class Tiers:
         self.slots: BufferPool | None = None  # host: the same, on their way from disk to a device of its own
         self.landings: BufferPool | None = None  # device: reduced gradient shards on their way to rest elsewhere
         self.arrivals: BufferPool | None = None  # host: those that are added to what rests there, or go on to disk
+        self.state_columns: dict[int, int] = {}  # id of a parameter -> its optimizer states an element, once stepped
+        self.released_nbytes = 0  # of host memory: held by what was given to be sharded, and free when it is
         self._folders: dict[str, _Folder] = {}
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
@@ -347,10 +346,19 @@ class Tiers:
             self.comm.abort(f"rank {self.comm.rank}: {failure}", failure)
         raise copy.copy(failure)
 
-    def open_folder(self, offload: Offload, needed_nbytes: int) -> None:
+    def open_folder(self, offload: Offload) -> None:
         """Check the folder (see SwapFolder) and make this run's own in it. Once per path, before anything is changed."""
         if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
-            self._folders[offload.path] = _Folder(offload, self.comm, needed_nbytes)  # type: ignore[index]
+            self._folders[offload.path] = _Folder(offload, self.comm)  # type: ignore[index]
+
+    def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
+        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
+        devices = {path: folder.swap.device for path, folder in self._folders.items()}
+        for path, folder in self._folders.items():
+            same = [other for other, device in devices.items() if device == devices[path]]  # one disk may hold several
+            folder.swap.check_space(
+                sum(mine.get(other, 0) for other in same), sum(needed.get(other, 0) for needed in on_host for other in same)
+            )
 
     def away(self, offload: Offload) -> bool:
         """True where states of this tier can not be computed with in place."""
@@ -397,7 +405,7 @@ class Tiers:
         assert self.slots is not None
         buffer = self.slots.take(wait)
         if buffer is None and wait:
-            buffer = self.host_buffer(self.slots.nbytes)  # all are taken by units fetched ahead: one more for this need
+            buffer = self.slots.take_further()  # all are taken by units fetched ahead: one more for this need
         if buffer is None:
             return None
         return _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)

@@ -25,17 +25,15 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
 from ..layout import round_up
 from .lion import Lion, lion_update
 
@@ -352,7 +350,7 @@ def step_stretch(
         team.run(work)
 
 
-# -- threads and rate --------------------------------------------------------------------------------------------
+# -- threads -----------------------------------------------------------------------------------------------------
 
 
 class Team:
@@ -391,7 +389,7 @@ class Team:
             self._helpers.shutdown()
 
 
-def _cores() -> int:
+def visible_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -403,7 +401,7 @@ def host_threads(local_ranks: int | None = None) -> int:
     rank that computes on a GPU but leaves most cores of the host idle while it steps.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_ranks is None else local_ranks
-    return max(1, _cores() // max(1, ranks))
+    return max(1, visible_cores() // max(1, ranks))
 
 
 @contextmanager
@@ -417,47 +415,7 @@ def stepping_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_MEASURED = {
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-}
-
-
-@torch.no_grad()
-def measure_step_rate(
-    kernel_name: str = "adamw", numel: int = 1 << 23, seconds: float = 0.2, *, threads: int = 1
-) -> float:
-    """Parameters per second from bf16 gradients to bf16 parameters.
-
-    numel is to exceed what the caches hold: AdamW touches 16 bytes of memory a parameter, 134 MB by default.
-    """
-    if kernel_name not in _MEASURED:
-        raise ConfigError(f"kernel: expected one of {', '.join(_MEASURED)}, got {kernel_name!r}.")
-    master = torch.zeros(numel)
-    optimizer = _MEASURED[kernel_name]([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    options = optimizer.param_groups[0]
-    kernel = kernel_for(optimizer, options)
-    assert kernel is not None
-    state = kernel.create(master, options)
-    grad, out = torch.full((numel,), 1e-3, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
-    with closing(Team(threads)) as team, stepping_threads(1):
-        steps, start = -1, time.perf_counter()
-        while steps < 1 or time.perf_counter() - start < seconds:
-            step_stretch(kernel, master, grad, state, options, out=out, team=team)
-            steps += 1
-            if steps == 0:
-                start = time.perf_counter()  # the first one touched the pages
-        return steps * numel / (time.perf_counter() - start)
-
-
-def describe_host(local_ranks: int | None = None, kernel_name: str = "adamw") -> str:
-    """One line for the start of a run, with a measurement of 0.2 s in it (every rank at once: they share memory)."""
-    threads, cores = host_threads(local_ranks), _cores()
-    rate = measure_step_rate(kernel_name, threads=threads)
-    return (
-        f"host step: {threads} thread{'s' * (threads > 1)} of {cores} core{'s' * (cores > 1)} per rank, "
-        f"{rate / 1e9:.2f} G parameters/s (measured)"
-    )
+def describe_threads(threads: int) -> str:
+    """For the line at the start of a run."""
+    cores = visible_cores()
+    return f"{threads} thread{'s' * (threads > 1)} a rank, {cores} core{'s' * (cores > 1)}"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Offload, Tier
+from ..errors import ZeroshardError
 from ..layout import round_up
 from ..memory.pool import Arena
 from ..memory.tiers import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
@@ -115,8 +116,8 @@ class HostStepper:
         self._uploads: list[Pending] = []  # to the device, in this step
         # a rank that computes on a device of its own leaves its share of the cores to the step
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
-        self._scratch = torch.empty(chunk_numel(self.threads))
-        self._team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
+        self.scratch = torch.empty(chunk_numel(self.threads))
+        self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
 
     # -- the pipeline ----------------------------------------------------------------------------------------
 
@@ -130,7 +131,10 @@ class HostStepper:
         plan = deque(slab for job in jobs for slab in self._slabs(job))
         following = [(slab.job, slab.begin, slab.end) for slab in plan]
         sizes = [self._staged_nbytes(slab) for slab in plan]
-        self.pool.reserve(sum(sizes) + max(sizes, default=0))  # one more: pieces are whole, so its end may not fit the next
+        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: pieces are whole, so its end may not fit the next
+        if self.pool.lacks(useful_nbytes):
+            self.forget()  # what was read ahead lies in the memory that makes way for more
+        self.pool.reserve(useful_nbytes)
         flight: deque[Slab] = deque()
         while plan or flight:
             while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
@@ -180,7 +184,7 @@ class HostStepper:
         """Give up all buffers and threads."""
         self.forget()
         self.pool.close()
-        self._team.close()
+        self.team.close()
 
     def _start(self, slab: Slab, wait: bool) -> bool:
         """Bring a slab's parts within reach. False where no buffer is free."""
@@ -194,8 +198,7 @@ class HostStepper:
         elif nbytes := self._staged_nbytes(slab):
             buffer = self.pool.take(nbytes)
             if buffer is None and wait:
-                self.forget()  # what was read ahead holds all memory and is not wanted now
-                buffer = self.pool.take(nbytes, wait=True)
+                buffer = self._take_alone(nbytes)
             if buffer is None:
                 return False
             slab.buffer = buffer
@@ -208,6 +211,18 @@ class HostStepper:
             self._bring(slab, _VALUES, values, read=False, write=True)
         return True
 
+    def _take_alone(self, nbytes: int) -> Tensor:
+        """Memory for a slab while no other is under way."""
+        self.forget()  # what was read ahead holds all memory and is not wanted now
+        self.pool.reserve(nbytes)  # a first step may make more states than were foreseen when it began
+        buffer = self.pool.take(nbytes, wait=True)
+        if buffer is None:
+            raise ZeroshardError(
+                f"host step: a slab of {nbytes:,} bytes does not fit the {self.pool.nbytes:,} bytes of buffers "
+                f"(at most {self.pool.limit_nbytes:,}); raise buffer_nbytes of offload_optimizer."
+            )
+        return buffer
+
     def _is_ahead(self, slab: Slab) -> bool:
         return any(other.key == slab.key for other in self._ahead)
 
@@ -215,7 +230,7 @@ class HostStepper:
         run = job.run
         if run.numel == 0:
             yield Slab(job, run.start, run.stop)  # its step count lives here too
-        slab_numel = self._slab_numel(job)
+        slab_numel = self.slab_numel(job)
         begin = run.start
         while begin < run.stop:
             end = min(run.stop, (begin // slab_numel + 1) * slab_numel)
@@ -228,11 +243,11 @@ class HostStepper:
         rests = [stepped_rest(group), job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
         if group.offload.tier is Tier.DISK and not group.columns:  # a first step: states are still to be made
-            kernel = self._kernel(job)
+            kernel = self.kernel(job)
             away += [stepped_rest(group).dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away
 
-    def _slab_numel(self, job: Job) -> int:
+    def slab_numel(self, job: Job) -> int:
         """Elements that fit one buffer; the whole run where everything is in place."""
         away = self._away(job)
         if not away:
@@ -294,14 +309,15 @@ class HostStepper:
 
     # -- arithmetic ------------------------------------------------------------------------------------------
 
-    def _kernel(self, job: Job) -> Kernel | None:
+    def kernel(self, job: Job) -> Kernel | None:
+        """What steps a run; None: the optimizer's own class."""
         if not self.fused or stepped_rest(job.run.group).dtype != torch.float32:
             return None
         return kernel_for(self.inner, job.options)
 
     def _compute(self, slab: Slab) -> None:
         """Step one slab."""
-        job, kernel = slab.job, self._kernel(slab.job)
+        job, kernel = slab.job, self.kernel(slab.job)
         param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
         scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in job.states.scalars.items()}
         if kernel is not None:
@@ -310,7 +326,7 @@ class HostStepper:
             names = kernel.columns if job.fresh else job.states.names
             state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
             step_stretch(
-                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self._scratch, team=self._team
+                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self.scratch, team=self.team
             )
             self._take_states(slab, 0, param, state)
         else:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
+from ..optim.kernels import describe_threads, visible_cores
 from ..optim.runs import Run
 from ..report import Link, pass_itemsizes, step_itemsizes
 from ..runtime import Runtime, runtime_of
@@ -36,18 +37,20 @@ class Forecast:
     """Seconds of one optimizer step on the slowest rank, and what they consist of.
 
     rates: what was measured on each rank while all did, bytes per second by link, and parameters per second of the host's
-    step. seconds: by resource, if each worked alone. step_seconds: predicted. bound: the resource that takes longest.
+    step. seconds: by resource, if each worked alone. step_seconds: predicted. bound: the resource that takes longest. host: the
+    threads and cores with which the host steps.
     """
 
     rates: dict[str, float]
     seconds: dict[str, float]
     step_seconds: float
     bound: str
+    host: str = ""
 
     def __str__(self) -> str:
+        steps = f"G parameters/s ({self.host})" if self.host else "G parameters/s"
         rates = ", ".join(
-            f"{name} {rate / 1e9:.2f} {'G parameters/s' if name == HOST_STEP else 'GB/s'}"
-            for name, rate in self.rates.items()
+            f"{name} {rate / 1e9:.2f} {steps if name == HOST_STEP else 'GB/s'}" for name, rate in self.rates.items()
         )
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
         measured = f"measured on each rank: {rates}" if rates else "nothing is offloaded"
@@ -69,16 +72,20 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
     work = _Work.of(runtime, accumulate)
     compute_s = accumulate * _compute_seconds(runtime, micro_batch, keep_gradients=accumulate > 1)
     publish_s = _publish_seconds(runtime)
-    rates = _measure_rates(runtime, work)
+    rehearsal = _rehearsal(runtime, accumulate) if work.stepped_numel else None
+    rates = _measure_rates(runtime, work, rehearsal)
     seconds, step_s = _predict(runtime, work, rates, compute_s)
     seconds["parameters to all ranks"], step_s = publish_s, step_s + publish_s
-    everyone = [
-        pickle.loads(part) for part in runtime.comm.exchange(pickle.dumps((rates, seconds, step_s)), "forecast: result")
-    ]
+    mine = pickle.dumps((rates, seconds, step_s, rehearsal.threads if rehearsal is not None else 0))
+    everyone = [pickle.loads(part) for part in runtime.comm.exchange(mine, "forecast: result")]
     rates = {name: min(other[0][name] for other in everyone) for name in rates}
     seconds = {name: max(other[1][name] for other in everyone) for name in seconds}
     seconds = {name: value for name, value in seconds.items() if value > 0}
-    return Forecast(rates, seconds, max(other[2] for other in everyone), max(seconds, key=lambda name: seconds[name]))
+    threads = min(other[3] for other in everyone)
+    return Forecast(
+        rates, seconds, max(other[2] for other in everyone), max(seconds, key=lambda name: seconds[name]),
+        describe_threads(threads) if threads else "",
+    )  # fmt: skip
 
 
 @dataclass
@@ -188,9 +195,8 @@ def _cores_to_spare(runtime: Runtime) -> bool:
     """Whether the host can step beside forward and backward without taking their cores."""
     if runtime.tiers.separate:
         return True
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
-    return cores >= 2 * ranks * torch.get_num_threads()
+    return visible_cores() >= 2 * ranks * torch.get_num_threads()
 
 
 def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:
@@ -233,11 +239,10 @@ def _publish_seconds(runtime: Runtime) -> float:
     return time.perf_counter() - begin
 
 
-def _measure_rates(runtime: Runtime, work: _Work) -> dict[str, float]:
+def _measure_rates(runtime: Runtime, work: _Work, rehearsal: Rehearsal | None) -> dict[str, float]:
     """Rates of what this model uses, measured on all ranks at once."""
     config, rates = runtime.config, {}
     offloads = (config.offload_optimizer, config.offload_gradient, config.offload_param)
-    rehearsal = _rehearsal(runtime) if work.stepped_numel else None
     path = next((offload.path for offload in offloads if offload.tier is Tier.DISK), None)
     runtime.comm.exchange(b"", "forecast: probes")
     if path is not None:
@@ -256,7 +261,7 @@ def _measure_rates(runtime: Runtime, work: _Work) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate > 0}
 
 
-def _rehearsal(runtime: Runtime) -> Rehearsal:
+def _rehearsal(runtime: Runtime, accumulate: int) -> Rehearsal:
     """Of the longest run that the host's cores step."""
     core = runtime.optimizer.core
     runs = [
@@ -266,4 +271,4 @@ def _rehearsal(runtime: Runtime) -> Rehearsal:
         if run.tensor is None or not runtime.tiers.separate
     ]
     run, options = max(runs, key=lambda pair: pair[0].numel)
-    return Rehearsal(core, run, options)
+    return Rehearsal(core, run, options, accumulate)

@@ -19,37 +19,51 @@ from torch import Tensor, nn
 
 from ..config import Tier
 from ..memory.aligned import empty_aligned
+from ..memory.departure import NarrowRest
 from ..memory.files import Engine, File, Handle, open_file
 from ..memory.tiers import Tiers
-from ..optim.kernels import Kernel, chunk_numel, kernel_for, step_stretch
+from ..optim.kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ..optim.runs import Run, stepped_rest
 from ..optim.sharded import OptimizerCore, inner_copy
+from ..optim.stepping import HostStepper, Job
 
 _PROBE_S = 0.4
 _NUMEL = 1 << 22  # parameters stepped: with their states more than caches hold
 _CHUNK_NUMEL = 1 << 18  # of the optimizer's own class, as optim/stepping.py cuts it
+_STRETCH_NUMEL = 1 << 20  # at most stepped between two looks at the disk, or two chunks for each thread
 _BLOCK_NBYTES, _BLOCKS = 8 << 20, 4  # of each half of the file
 _DEPTH = 12  # requests under way, about as many bytes as in the buffers of a step
 
 
 class Rehearsal:
-    """The step of one run's optimizer group, on a stretch of zeros. `advance` steps the next chunk."""
+    """The step of one run's optimizer group, on zeros, by the threads that will do it. `advance` steps the next stretch.
 
-    def __init__(self, core: OptimizerCore, run: Run, options: dict) -> None:
-        """options: of the run's optimizer group."""
+    host: the stepper, if the run's states are offloaded; threads: of each step.
+    """
+
+    def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
+        """options: of the run's optimizer group. accumulate: backwards of a step."""
         self.inner, self.options = inner_copy(core.inner), dict(options)
-        stepped, values = stepped_rest(run.group), run.group.values
+        stepped, values, grads = stepped_rest(run.group), run.group.values, run.group.grads
         numel = min(_NUMEL, max(run.numel, 1 << 16))
         self.param = torch.zeros(numel, dtype=stepped.dtype)
-        self.grad = torch.full((numel,), 1e-3, dtype=run.group.grads.dtype)
+        # what is not added to anything stays as it was sent
+        narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
+        self.grad = torch.full((numel,), 1e-3, dtype=narrow)
+        clips = core.runtime.config.max_grad_norm is not None or core.runtime.scaler is not None
+        self.factor = 0.5 if clips and grads.departure is not None else 1.0
         self.out = torch.zeros(numel, dtype=values.dtype) if stepped is not values.rest else None
+        self.host: HostStepper | None = core.host if run.tensor is None else None
+        self.threads = torch.get_num_threads() if self.host is None else self.host.threads
         self.kernel: Kernel | None = None
-        if run.tensor is None and core.host.fused and stepped.dtype == torch.float32:
-            self.kernel = kernel_for(self.inner, self.options)
+        self.chunk = _CHUNK_NUMEL
+        if self.host is not None:
+            job = Job(run, self.options, grads.rest)
+            self.kernel = self.host.kernel(job)
+            if self.kernel is not None:
+                self.chunk = min(self.host.slab_numel(job), max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL))
         self.columns: dict[str, Tensor] = {}
         self.scalars: dict = {}
-        self.chunk = chunk_numel() if self.kernel is not None else _CHUNK_NUMEL
-        self.scratch = torch.empty(self.chunk)
         self._parts = self._cycle(numel)
         for _ in range(0, numel, self.chunk):
             self.advance()  # states are made, and pages touched
@@ -61,14 +75,22 @@ class Rehearsal:
 
     @torch.no_grad()
     def advance(self) -> int:
-        """Step one chunk; its number of parameters."""
+        """Step one stretch; its number of parameters."""
+        with stepping_threads(self.threads):
+            return self._advance()
+
+    def _advance(self) -> int:
         part = next(self._parts)
         param, grad = self.param[part], self.grad[part]
         out = None if self.out is None else self.out[part]
         state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in self.scalars.items()}
         state |= {name: column[part] for name, column in self.columns.items()}
         if self.kernel is not None:
-            step_stretch(self.kernel, param, grad, state, self.options, out=out, scratch=self.scratch)
+            assert self.host is not None
+            step_stretch(
+                self.kernel, param, grad, state, self.options,
+                scale=self.factor, out=out, scratch=self.host.scratch, team=self.host.team,
+            )  # fmt: skip
         else:
             state = self._step_class(param, grad, state)
             if out is not None:
@@ -79,14 +101,14 @@ class Rehearsal:
 
     def _step_class(self, param: Tensor, grad: Tensor, state: dict) -> dict:
         leaf = nn.Parameter(param)
-        leaf.grad = grad.to(param.dtype)
+        leaf.grad = grad.to(param.dtype) if self.factor == 1.0 else grad.to(param.dtype) * self.factor
         self.inner.param_groups = [{**self.options, "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         return self.inner.state[leaf]
 
     def _keep(self, state: dict, param: Tensor) -> None:
-        """Take over what the first chunk's step has made: names and dtypes of columns, and scalars."""
+        """Take over what the first step has made: names and dtypes of columns, and scalars."""
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
                 self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype)

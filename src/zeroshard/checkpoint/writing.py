@@ -1,0 +1,417 @@
+"""One save on one rank: its file, and on rank 0 what makes a checkpoint of all of them.
+
+    foreground   open | copy, write, sync, list | publish          ranks meet after each (see `together`)
+    background   open | copy | . write, sync, list . publish .     and `Save.wait` meets them again
+
+While training goes on, ranks must not talk through `comm`, which belongs to the training loop; a rank that has written its
+file leaves `rank-00000.json` in the draft (or `rank-00000.failed`), and rank 0 waits for all of them. A lock on its file tells
+that a rank is alive; where the filesystem has no locks that all ranks see, the time of its file, which it renews.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config import Tier
+from ..errors import CheckpointError, CheckpointWriteError, OffloadIOError, ZeroshardError
+from ..memory.files import Engine
+from ..optim.sharded import OptimizerCore
+from ..runtime import Runtime
+from ..version import __version__
+from . import contents as holding
+from . import folder as places
+from . import manifest as listing
+from .contents import Contents
+from .datafile import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
+from .identity import identify
+from .together import telling, together
+
+_POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
+_SIGN_S = 1.0  # between two signs of life where there are no locks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call of `save` asked for; the same on every rank."""
+
+    root: str
+    name: str
+    step: int
+    overwrite: bool
+    asynchronous: bool
+    if_busy: str
+    keep_last: int | None
+    keep_every: int | None
+    trained_only: bool
+
+
+class Save:
+    """One save, under way or done.
+
+    path: where the checkpoint is when it is complete. nbytes: of this rank's file. snapshot_nbytes: host memory that holds
+    the copy while it is written (kept for the next asynchronous save). stall_seconds: how long training was held up.
+    """
+
+    def __init__(self, path: Path, nbytes: int, snapshot_nbytes: int) -> None:
+        self.path, self.nbytes, self.snapshot_nbytes = path, nbytes, snapshot_nbytes
+        self.stall_seconds = self.seconds = 0.0
+        self.told = False  # how it ended
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+        self._settle: Callable[[], None] | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would not have to wait for this rank."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Return when the checkpoint is complete (collective). Raises CheckpointWriteError on every rank if it can not be."""
+        if self._settle is not None:
+            self._settle()
+            self._settle = None
+        self.told = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+
+class Saver:
+    """What saves of one model have in common: buffers, the engine, the last one. `runtime.saver`."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes))
+        self.engine = Engine()
+        self.last: Save | None = None
+        self._layout: FileLayout | None = None
+
+    def layout(self, contents: Contents) -> FileLayout:
+        """As of the last save where nothing has changed its place."""
+        if self._layout is None or self._layout.places != contents.places:
+            self._layout = FileLayout.of(contents)
+        return self._layout.with_objects(contents.objects)
+
+    def close(self) -> None:
+        """Let what is under way end, say what failed, and free buffers (collective)."""
+        last, self.last = self.last, None
+        try:
+            if last is not None and not last.told:
+                last.wait()
+        except ZeroshardError as error:
+            if self.runtime.comm.rank == 0:
+                print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
+        finally:
+            self.engine.close()
+
+
+def write_error(path: Path | str, errno: int, needed: int, what: str) -> CheckpointWriteError:
+    """With the space that is left, where that can be found out."""
+    free, existing = None, Path(path)
+    for folder in (existing, *existing.parents):  # the path may not be there, or not be for us to look at
+        with suppress(OSError):
+            free = shutil.disk_usage(folder).free
+            break
+    return CheckpointWriteError(str(path), errno, needed, free, what)
+
+
+@contextmanager
+def write_errors(where: Path, needed: int, what: str) -> Iterator[None]:
+    """Errors of the system become CheckpointWriteError. where: the file or folder, if an error does not name one."""
+    try:
+        yield
+    except OffloadIOError as error:
+        raise write_error(error.file, error.errno, needed, what) from error
+    except OSError as error:
+        raise write_error(error.filename or where, error.errno or EIO, needed, what) from error
+
+
+class Writing:
+    """One save on one rank."""
+
+    def __init__(
+        self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
+        shared: set[str], begin: float,
+    ) -> None:  # fmt: skip
+        self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
+        self.runtime, self.comm = saver.runtime, saver.runtime.comm
+        self.draft = draft if isinstance(draft, places.Draft) else None
+        self.folder = draft.path if isinstance(draft, places.Draft) else draft
+        self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
+        self.extras = extras
+        self.stem = f"rank-{self.comm.rank:05d}"
+        self.file = self.folder / f"{self.stem}.distcp"
+        self.held: int | None = None  # the lock that tells that this rank is alive
+        self.locked = True  # rank 0 sees the locks of all
+        self.signs: dict[int, tuple[int, float]] = {}  # rank -> (time of its file, when that was first seen)
+        self.contents = Contents()
+        self.layout: FileLayout | None = None
+        self.writer: FileWriter | None = None
+        self.extra: dict[str, Any] = {}
+
+    def run(self) -> Save:
+        """Fill, and write: here, or in a thread."""
+        try:
+            optimizer = self.runtime.optimizer
+            if optimizer is not None:
+                optimizer.core.drain()
+            self._together("making the files", self._open)
+            if self.plan.asynchronous:
+                self.locked = self._together("copying", self._copy)[0]
+            else:
+                self._together("writing", self._copy_and_write)
+                self._together("completing", self._publish if self.draft is not None else lambda: None)
+        except BaseException:
+            self._give_up()
+            raise
+        assert self.layout is not None
+        snapshot_nbytes = self.saver.ring.nbytes if self.plan.asynchronous else 0
+        save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
+        save.seconds = save.stall_seconds = time.monotonic() - self.begin
+        if self.plan.asynchronous:
+            self.contents = Contents()  # it is all in buffers
+            self.saver.last = save
+            self._go_on_in_background(save)
+        return save
+
+    def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
+        """Work that does not use `comm`: a swap file that can not be read is an error of this save, told like others."""
+        tiers = self.runtime.tiers
+
+        def quiet() -> Any:
+            before, tiers.background = tiers.background, threading.get_ident()
+            try:
+                return work()
+            finally:
+                tiers.background = before
+
+        return together(self.comm, f"zs.save: {what}", quiet, self._stop)
+
+    def _stop(self) -> None:
+        if self.writer is not None:
+            self.writer.stop()
+
+    def _give_up(self) -> None:
+        self._let_go()
+        if self.writer is not None:
+            self.writer.abandon()
+
+    def _let_go(self) -> None:
+        held, self.held = self.held, None
+        if held is not None:
+            os.close(held)
+
+    def _open(self) -> None:
+        """What there is to be written, and the file with all its space."""
+        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only)
+        self.layout = layout = self._with_extras(self.saver.layout(self.contents))
+        asynchronous = self.plan.asynchronous
+        with self._write_errors():
+            self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
+            self.held = places.hold(self.file) if asynchronous else None
+        ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
+        self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
+
+    def _write_errors(self) -> Any:
+        nbytes = self.layout.nbytes if self.layout is not None else 0
+        return write_errors(self.folder, nbytes, f"rank {self.comm.rank}: saving a checkpoint")
+
+    def _with_extras(self, layout: FileLayout) -> FileLayout:
+        end = layout.nbytes
+        for name, value in self.extras.items():
+            if name in self.shared and self.comm.rank:
+                continue
+            key = f"{holding.EXTRA}{name}" + ("" if name in self.shared else f".{self.comm.rank}")
+            layout.objects.append((key, end, value))
+            end += -(-len(value) // 64) * 64
+        layout.nbytes = end
+        return layout
+
+    def _identities(self) -> dict[str, list]:
+        found: dict[str, Any] = {}
+        for group, index in self.contents.frozen:
+            home = group.homes[index]
+            name, part = holding.names_of_group(group)[index]
+            key = name if part is None else f"{name}[{part.dim}:{part.start}:{part.stop}]"
+            identity = identify(group.values.rest, home.begin, home.start, home.stop, group.specs[index].shape)
+            found[key] = list(vars(identity).values())
+        return found
+
+    def _copy(self) -> bool:
+        """Fill the buffers. Rank 0 tells whether it sees all ranks' locks; they hold them until it has come from here."""
+        assert self.writer is not None
+        asks = self.draft is not None and self.plan.asynchronous
+        locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
+        self.extra = {"ties": self.contents.ties, "frozen": self._identities()}
+        self.writer.fill(self.contents)
+        return locked
+
+    def _file_of(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:05d}.distcp"
+
+    def _copy_and_write(self) -> None:
+        self._copy()
+        self._write()
+
+    def _write(self) -> None:
+        """End this rank's part."""
+        assert self.writer is not None and self.layout is not None
+        with self._write_errors():
+            self.writer.finish()
+            part = listing.part_of(self.layout, self.file.name, self.writer.digests, self.extra)
+            places.write_whole(self.folder / f"{self.stem}.json", part)
+
+    def _publish(self) -> None:
+        """Rank 0, when all parts are there: the manifest, the name, and the removal of what is not to be kept."""
+        assert self.draft is not None
+        with write_errors(self.folder, 0, "rank 0: completing a checkpoint"):
+            names = [self.folder / f"rank-{rank:05d}.json" for rank in range(self.comm.world_size)]
+            listing.write(self.folder, listing.join([json.loads(name.read_bytes()) for name in names], self._facts()))
+            for name in names:
+                name.unlink()
+            self.draft.publish()
+        try:
+            places.prune(Path(self.plan.root), self.plan.name, self.plan.keep_last, self._keeps)
+        except Exception as error:  # this checkpoint is complete nevertheless
+            print(f"zeroshard: {self.plan.root}: an older checkpoint could not be removed: {error}", file=sys.stderr)
+
+    def _keeps(self, path: Path) -> bool:
+        """Whether an older checkpoint is to stay. One that can not be read does: nobody knows what it is."""
+        try:
+            return self.plan.keep_every is not None and step_of(path) % self.plan.keep_every == 0
+        except CheckpointError:
+            return True
+
+    def _facts(self) -> dict[str, Any]:
+        config, optimizer = self.runtime.config, self.core.outer if self.core is not None else None
+        return {
+            "step": self.plan.step,
+            "world_size": self.comm.world_size,
+            "stage": config.stage,
+            "precision": config.precision,
+            "optimizer": None if optimizer is None else type(optimizer).__name__.removeprefix("Sharded"),
+            "trained_only": self.plan.trained_only,
+            "per_rank": self.per_rank,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "zeroshard": __version__,
+            "torch": torch.__version__,
+        }
+
+    # -- in the background ---------------------------------------------------------------------------------------------
+
+    def _go_on_in_background(self, save: Save) -> None:
+        save._settle = lambda: self._settle(save)
+        thread = threading.Thread(target=self._background, args=(save,), name="zeroshard-save", daemon=False)
+        try:
+            thread.start()
+            save._thread = thread
+        except RuntimeError as error:  # no more threads: `wait` tells it
+            self._fail(save, error)
+            self._give_up()
+
+    def _background(self, save: Save) -> None:
+        ended = threading.Event()
+        try:
+            if not self.locked:
+                threading.Thread(target=self._sign, args=(ended,), name="zeroshard-sign", daemon=True).start()
+            self._write()
+            if self.draft is not None:
+                with write_errors(self.folder, 0, "rank 0: waiting for the other ranks' parts"):
+                    self._meet()
+                self._publish()
+        except BaseException as error:
+            self._fail(save, error)
+        finally:
+            ended.set()
+            self._give_up()  # a file that is finished stays as it is
+        save.seconds = time.monotonic() - self.begin
+
+    def _fail(self, save: Save, error: BaseException) -> None:
+        """Tell rank 0, which waits for files. Where the disk is full, there is room for the news without this rank's data."""
+        save._error = telling(error, "zs.save", self.comm.rank)
+        try:
+            self.file.unlink(missing_ok=True)
+            places.write_whole(self.folder / f"{self.stem}.failed", pickle.dumps(save._error))
+        except Exception as problem:  # rank 0 will miss this rank's part and say so
+            print(f"zeroshard: rank {self.comm.rank}: {save._error}; telling it failed too: {problem}", file=sys.stderr)
+
+    def _sign(self, ended: threading.Event) -> None:
+        """Renew the time of this rank's file while it writes."""
+        while not ended.wait(_SIGN_S):
+            with suppress(OSError):
+                os.utime(self.file)
+
+    def _meet(self) -> None:
+        """Rank 0: return when all parts are there. Raises what a rank has left, CheckpointError where one has gone."""
+        gone: set[int] = set()
+        pause = _POLL_S
+        while True:
+            there = set(os.listdir(self.folder))  # NFS: a list is asked for anew, a name that was missing is not
+            missing = [rank for rank in range(self.comm.world_size) if f"rank-{rank:05d}.json" not in there]
+            failed = [rank for rank in missing if f"rank-{rank:05d}.failed" in there]
+            if failed:
+                raise pickle.loads((self.folder / f"rank-{failed[0]:05d}.failed").read_bytes())
+            if not missing:
+                return
+            lost = {rank for rank in missing if self._lost(rank, there)}
+            if lost & gone:  # twice in a row: what it has written before it let go is seen by now
+                raise CheckpointError(
+                    f"zs.save: {self.plan.name}: ranks {sorted(lost & gone)} ended before they had written their parts."
+                )
+            gone = lost
+            time.sleep(pause)
+            pause = min(pause * 1.2, _SLOWEST_POLL_S)
+
+    def _lost(self, rank: int, there: set[str]) -> bool:
+        """Its process has ended, or it has given up and had no room to tell. A disk may be slow for as long as it likes."""
+        file = self._file_of(rank)
+        if file.name not in there:
+            return True
+        if self.locked:
+            return places.held(file) is False
+        try:
+            sign = file.stat().st_mtime_ns
+        except OSError:
+            sign = -1
+        now = time.monotonic()
+        if rank not in self.signs or self.signs[rank][0] != sign:
+            self.signs[rank] = sign, now
+        return now - self.signs[rank][1] > self.runtime.config.stall_timeout_s
+
+    def _settle(self, save: Save) -> None:
+        """All ranks learn how it ended (collective)."""
+
+        def ended() -> None:
+            if save._thread is not None:
+                save._thread.join()
+            if save._error is not None:
+                raise save._error
+
+        try:
+            together(self.comm, "zs.save: how it ended", ended)
+        except Exception as error:
+            save._error = error
+            if self.draft is not None:
+                self.draft.discard()
+
+
+def _all_in_memory(contents: Contents) -> bool:
+    return all(source.tier is not Tier.DISK for source in contents.sources)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint was saved at."""
+    return int(listing.Manifest.read(path).facts["step"])

@@ -1,0 +1,91 @@
+"""The host's step, slab by slab: steps that differ in what they step."""
+
+import copy
+
+import pytest
+import torch
+from helpers import adamw, seeded
+from offloading import tiers
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.runtime import runtime_of
+from zeroshard.testing import run_threads
+
+
+class TwoParts(nn.Module):
+    """A small part that every step uses, and one that some do."""
+
+    def __init__(self, width: int = 512):
+        super().__init__()
+        self.small = nn.Linear(32, 32)
+        self.large = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 32))
+
+    def forward(self, x, both):
+        y = self.small(x)
+        return (self.large(y) if both else y).square().mean()
+
+
+MODEL = seeded(TwoParts)
+DATA = torch.randn(2, 4, 4, 32, generator=torch.Generator().manual_seed(1))  # (ranks, steps, samples, features)
+
+
+def trained(rank: int, both: list[bool], options: dict, make_optimizer=adamw) -> tuple[dict, list[int]]:
+    """Weights after a step for each of `both`, and the bytes of the step's buffers after each."""
+    model = copy.deepcopy(MODEL)
+    model, optimizer = zs.shard(model, make_optimizer(model.parameters()), **options)
+    core, sizes = runtime_of(model).optimizer.core, []
+    for step, used in enumerate(both):
+        model(DATA[rank, step], used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sizes.append(core.host.pool.nbytes if core.host is not None else 0)
+    zs.close(model)
+    return model.state_dict(), sizes
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_later_step_may_step_more_than_the_first(world_size, stage, tmp_path):
+    """Of the arena that the first step was given, all may hold what was read ahead for the next."""
+    both = [False, True, False, True]
+    plain = {"stage": stage, "units": "leaf"}
+    offloaded = {**plain, **tiers(str(tmp_path), "none", "cpu", "nvme")}
+    expected = run_threads(world_size, trained, both, plain, timeout_s=20)
+    got = run_threads(world_size, trained, both, offloaded, timeout_s=20)
+    for (weights, sizes), (wanted, _) in zip(got, expected, strict=True):
+        assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+        assert sizes[0] < sizes[1] == sizes[3]
+
+
+class ManyStates(torch.optim.Optimizer):
+    """Twelve states as large as the parameter: more than a first step foresees."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                for number in range(12):
+                    state.setdefault(f"mean_{number}", torch.zeros_like(param)).lerp_(param.grad, 0.1 * (number + 1) / 12)
+                param.sub_(sum(state.values()), alpha=group["lr"])
+
+
+def test_a_first_step_that_makes_more_states_than_foreseen(tmp_path):
+    def two_groups(params):
+        """Two runs of one shard: the first makes the columns of which the second then has to read more."""
+        params = list(params)
+        optimizer = ManyStates(params[:1])
+        optimizer.add_param_group({"params": params[1:]})
+        return optimizer
+
+    plain = {"stage": 3, "units": "model"}
+    offloaded = {**plain, **tiers(str(tmp_path), "none", "cpu", "nvme")}
+    expected = run_threads(1, trained, [True, True], plain, two_groups, timeout_s=20)[0][0]
+    got = run_threads(1, trained, [True, True], offloaded, two_groups, timeout_s=20)[0][0]
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
