@@ -15,6 +15,8 @@ import pytest
 import torch
 from offloading import emptied, strict_devices
 
+from zeroshard.launch import share_imports
+
 
 class TestExpired(BaseException):
     """The limit of a test has passed. No Exception: neither the test nor hypothesis shall take it for one of theirs."""
@@ -30,6 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 
 def pytest_configure(config):
+    share_imports(["torch", "torch.distributed", "zeroshard", "helpers"])
     config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
     torch.set_num_threads(1)  # ranks share the cores
     capture = config.pluginmanager.getplugin("capturemanager")

@@ -75,9 +75,9 @@ def covering_cells() -> list[Cell]:
 
 
 def cells_for(precision: str, world_size: int) -> list[Cell]:
-    """Whole in fp32 on 1, 2 and 4 ranks and in low precision on one; else each two values meet, as three ranks do what four do,
-    and many ranks do in low precision what they do in fp32. ZEROSHARD_SLOW=1: whole everywhere."""
-    whole = world_size == 1 or (precision == "fp32" and world_size != 3) or os.environ.get("ZEROSHARD_SLOW") == "1"
+    """Whole in fp32 on 1 and 2 ranks and in low precision on one; else each two values meet, as many ranks do what two do, and
+    do in low precision what they do in fp32. ZEROSHARD_SLOW=1: whole everywhere."""
+    whole = world_size == 1 or (precision == "fp32" and world_size == 2) or os.environ.get("ZEROSHARD_SLOW") == "1"
     return all_cells() if whole else covering_cells()
 
 

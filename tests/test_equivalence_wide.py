@@ -1,7 +1,6 @@
 """Every stage equals one process, bit for bit, on three and four ranks.
 
-    world 4 x fp32 x all that equivalence_kit.py names
-    world 3 x fp32, world {3, 4} x {bf16, fp16} x cells in which every two values of different factors meet
+    world {3, 4} x {fp32, bf16, fp16} x cells in which every two values of different factors meet
 
 `ZEROSHARD_SLOW=1` runs the whole matrix everywhere.
 """
@@ -10,7 +9,7 @@ import pytest
 from equivalence_kit import PRECISIONS, assert_every_cell_equals_one_process
 
 
-@pytest.mark.limit(150)  # 45 s on a machine with as many processes as cores
+@pytest.mark.limit(150)  # whole: 45 s on a machine with as many processes as cores
 @pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_many_ranks_equal_one_process(precision: str, world_size: int) -> None:
