@@ -27,6 +27,7 @@ from residence import Peak
 
 import zeroshard as zs
 from zeroshard.checkpoint import folder as places
+from zeroshard.checkpoint.datafile import BUFFER_NBYTES, ROTATING
 from zeroshard.launch import run_processes
 from zeroshard.memory.files import Syscalls
 
@@ -314,8 +315,8 @@ def leave_at_once(root: str) -> None:
     threading._shutdown()  # what the interpreter does first when it ends
 
 
-def loads_in_little_memory(root: str) -> tuple[int, int, int]:
-    """(bytes of the model, resident bytes beyond it at the peak of a load that verifies before, and of one on the way)."""
+def works_in_little_memory(root: str) -> tuple[int, ...]:
+    """(bytes of the model, resident bytes beyond it at the peak of a load that verifies before, of one on the way, of a save)."""
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(48)))
     nbytes = sum(param.numel() * 4 for param in model.parameters())
     model, _ = zs.shard(model, None, stage=3)
@@ -326,14 +327,16 @@ def loads_in_little_memory(root: str) -> tuple[int, int, int]:
         with Peak() as peak:
             zs.load(f"{root}/large", model, verify=verify)
         peaks.append(peak.added_nbytes)
-    return nbytes, *peaks
+    with Peak() as peak:
+        zs.save(f"{root}/again", model, overwrite=True)
+    return nbytes, *peaks, peak.added_nbytes
 
 
-def in_little_memory(root: str) -> tuple[int, int, int]:
+def in_little_memory(root: str) -> tuple[int, ...]:
     build_alone()
     reader, writer = os.pipe()
     for _ in range(2):  # the first process saves, and its peak is that of the save
-        wait_for([forked(lambda: os.write(writer, json.dumps(loads_in_little_memory(root)).encode() + b"\n"))])
+        wait_for([forked(lambda: os.write(writer, json.dumps(works_in_little_memory(root)).encode() + b"\n"))])
     return tuple(json.loads(os.read(reader, 1000).splitlines()[-1]))
 
 
@@ -402,5 +405,11 @@ def test_b03_over_a_network_a_round_trip_and_a_call_by_one_rank_only(seen):
 
 def test_c13_a_load_takes_a_few_buffers_beside_the_model(seen):
     """Not a second copy of what is loaded (201 MB here), or (verified on the way) one, and what is read at a time."""
-    nbytes, before, on_the_way = seen["memory"]
+    nbytes, before, on_the_way, _ = seen["memory"]
     assert nbytes == 48 * 4 << 20 and before < 40 << 20 and nbytes < on_the_way < nbytes + (60 << 20), seen["memory"]
+
+
+def test_a_save_takes_its_buffers_beside_the_model(seen):
+    """ROTATING of BUFFER_NBYTES: 64 MiB, whatever the model's size."""
+    nbytes, *_, saving = seen["memory"]
+    assert ROTATING * BUFFER_NBYTES // 2 < saving < ROTATING * BUFFER_NBYTES + (16 << 20) < nbytes, seen["memory"]
