@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items):
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fake streams, test_ordered_comm
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
 
 
 def _limit_of(item) -> float:

@@ -93,7 +93,7 @@ def test_c13_four_ranks_load_one_model_in_the_memory_of_one(tmp_path):
     check_load(tmp_path, 1024, 8, 128 << 20, again=False)
 
 
-# the statement above with eight times the bytes: a longer proof, named in the README
+# the statement above with eight times the bytes, and of checkpoints of ours: a longer proof, named in the README
 @pytest.mark.skipif(os.environ.get("ZEROSHARD_SLOW") != "1", reason="1 GiB: set ZEROSHARD_SLOW=1")
 def test_c13_with_one_gibibyte(tmp_path):
     check_load(tmp_path, 2048, 16, 1 << 30, again=True)
