@@ -19,7 +19,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointNotFound
+from ..machine import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -172,9 +172,9 @@ def _this_process() -> dict[str, Any]:
 
 def _place() -> list[str]:
     """Where process numbers mean the same: the host since it was booted, and the container."""
-    place = [socket.gethostname()]
+    place = list(host_identity())
     with suppress(OSError):
-        place += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        place.append(os.readlink("/proc/self/ns/pid"))
     return place
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, did_you_mean
+from ..machine import host_identity
 from .base import Comm
 from .dist import DistComm, backend_for
 from .shared import SharedComm
@@ -106,12 +106,11 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
 
 def _place() -> tuple | None:
     """What two processes must have in common to open each other's memory; None where there is no such way."""
-    if not hasattr(os, "memfd_create"):
+    host = host_identity()
+    if not hasattr(os, "memfd_create") or not all(host):
         return None
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return socket.gethostname(), boot, os.readlink("/proc/self/ns/pid"), os.getuid()
+        return *host, os.readlink("/proc/self/ns/pid"), os.getuid()
     except OSError:
         return None
 

@@ -10,7 +10,6 @@ Activations are not counted, and what the model gives back (its own parameters) 
 from __future__ import annotations
 
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 
 from ..config import Config, Offload, Placement, Tier
 from ..layout import round_up
+from ..machine import host_identity
 from .host import Limit
 from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 
@@ -134,15 +134,6 @@ class Need:
     def nbytes(self) -> int:
         """More than is held now."""
         return max(sum(self.parts.values()) - self.released_nbytes, 0)
-
-
-def host_identity() -> tuple[str, str]:
-    """(name, boot id): the same for all ranks that share memory and local disks."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return socket.gethostname(), file.read().strip()
-    except OSError:
-        return socket.gethostname(), ""
 
 
 def shortage(everyone: Sequence[Need], config: Config) -> str | None:
