@@ -9,6 +9,7 @@ from offloading import tiers
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.memory.files import Engine
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
 
@@ -56,6 +57,43 @@ def test_a_later_step_may_step_more_than_the_first(world_size, stage, tmp_path):
     for (weights, sizes), (wanted, _) in zip(got, expected, strict=True):
         assert all(torch.equal(weights[name], value) for name, value in wanted.items())
         assert sizes[0] < sizes[1] == sizes[3]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_a_step_moves_does_not_depend_on_how_much_was_read_ahead(slow, tmp_path, monkeypatch):
+    plain = Engine.write
+
+    def write(self, *args, **kwargs):
+        handle = plain(self, *args, **kwargs)
+        if slow:
+            handle.done = lambda: False  # until someone waits: the step ends with all its memory on its way to disk
+        else:
+            handle.wait()
+        return handle
+
+    monkeypatch.setattr(Engine, "write", write)
+    (moved, ahead, theory) = run_threads(1, moved_by_steps, tiers(str(tmp_path), "none", "cpu", "nvme"), timeout_s=20)[0]
+    assert moved[1:] == [theory, theory]  # the first has no states to read
+    assert max(ahead) == 0 if slow else min(ahead) > 0
+
+
+def moved_by_steps(rank: int, options: dict) -> tuple[list[dict], list[int], dict]:
+    """Bytes by link in each of three steps, the bytes read ahead at the end of each, and what a step should move."""
+    model = copy.deepcopy(MODEL.small)
+    model, optimizer = zs.shard(model, adamw(model.parameters()), stage=2, **options)
+    moved, ahead, before = [], [], {}
+    for step in range(3):
+        model(DATA[rank, step]).square().mean().backward()
+        optimizer.step()
+        report = zs.report(model)
+        moved.append({link: nbytes - before.get(link, 0) for link, nbytes in report.moved.items()})
+        ahead.append(sum(runtime_of(model).ledger.ahead.values()))
+        before = report.moved
+        optimizer.zero_grad()
+    ledger = runtime_of(model).ledger
+    zs.close(model)
+    assert not any(ledger.ahead.values())
+    return moved, ahead, report.theory_moved_per_step
 
 
 class ManyStates(torch.optim.Optimizer):

@@ -30,8 +30,8 @@ class Report:
 
     at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
     state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
-    category. moved: so far between tiers; theory_moved_per_step: by one backward and step, by formula. communication: totals
-    by kind. *_nbytes_per_step: sent by one rank.
+    category. moved: so far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one
+    backward and step, by formula. communication: totals by kind. *_nbytes_per_step: sent by one rank.
     """
 
     stage: int
@@ -103,7 +103,7 @@ def report(model: nn.Module) -> Report:
         ddp=_formula(runtime, sharded=False),
         peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
         elsewhere={tier: held for tier, held in elsewhere.items() if held},
-        moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.moved.items()},
+        moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.used().items()},
         theory_moved_per_step=theory_moved_per_step(runtime),
         communication={kind: Traffic(t.count, t.nbytes, dict(t.units)) for kind, t in ledger.traffic.items()},
         steps=runtime.steps,

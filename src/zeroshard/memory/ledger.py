@@ -33,7 +33,8 @@ class Traffic:
 class Ledger:
     """Bytes by category (`now`, `peak`: on the device; `elsewhere`: by tier) and traffic by kind of collective and by link.
 
-    moved: bytes so far by link, a pair of tiers (source, target).
+    moved: bytes so far by link, a pair of tiers (source, target). ahead: those of them that a step to come has yet to use:
+    how much was read before a step ended depends on the disk, what a step uses does not.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class Ledger:
         self.elsewhere: dict[Tier, dict[str, int]] = {Tier.HOST: defaultdict(int), Tier.DISK: defaultdict(int)}
         self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
+        self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self._lock = threading.Lock()
 
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
@@ -70,6 +72,16 @@ class Ledger:
         if source is not target:
             with self._lock:
                 self.moved[source, target] += nbytes
+
+    def read_ahead(self, source: Tier, target: Tier, nbytes: int) -> None:
+        """Count bytes, moved already, as those of a step to come; negative: they are used, or dropped."""
+        with self._lock:
+            self.ahead[source, target] += nbytes
+
+    def used(self) -> dict[tuple[Tier, Tier], int]:
+        """Bytes so far by link, without what was read ahead."""
+        with self._lock:
+            return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
 
     def sent(self, kind: str, nbytes: int, unit: str) -> None:
         """Count one collective of a unit, of which this rank sent `nbytes`."""

@@ -166,14 +166,28 @@ class HostStepper:
             slab.buffer = buffer
             self._read_states(slab)
             self._ahead.append(self._next.popleft())
+            self._count_ahead(slab, 1)
 
     def forget(self) -> None:
         """Drop what was read ahead: it is no longer what rests there, or will not be stepped next."""
         while self._ahead:
-            slab = self._ahead.popleft()
-            assert slab.buffer is not None
-            self.pool.give(slab.buffer, _All(slab.reads))
+            self._drop_ahead()
         self._next = deque()
+
+    def _take_ahead(self) -> Slab:
+        """The first slab that was read ahead."""
+        slab = self._ahead.popleft()
+        self._count_ahead(slab, -1)
+        return slab
+
+    def _drop_ahead(self) -> None:
+        slab = self._take_ahead()
+        assert slab.buffer is not None
+        self.pool.give(slab.buffer, _All(slab.reads))
+
+    def _count_ahead(self, slab: Slab, sign: int) -> None:
+        for name, rest in slab.staged.items():
+            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * slab.parts[name].nbytes)
 
     def settle(self) -> None:
         """Return when everything that was stepped is at rest."""
@@ -189,10 +203,9 @@ class HostStepper:
     def _start(self, slab: Slab, wait: bool) -> bool:
         """Bring a slab's parts within reach. False where no buffer is free."""
         while self._ahead and self._ahead[0].key != slab.key and self._is_ahead(slab):
-            stale = self._ahead.popleft()
-            self.pool.give(stale.buffer, _All(stale.reads))  # type: ignore[arg-type]
+            self._drop_ahead()
         if self._ahead and self._ahead[0].key == slab.key:
-            ready = self._ahead.popleft()
+            ready = self._take_ahead()
             slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
             slab.parts, slab.staged, slab.reads = ready.parts, ready.staged, ready.reads
         elif nbytes := self._staged_nbytes(slab):
