@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +66,16 @@ class Ticket:
     over: bool = False  # the host knows
 
 
+def _one_at_a_time(method):
+    """A save copies in a thread of its own."""
+
+    def locked(self, *args):
+        with self.lock:
+            return method(self, *args)
+
+    return locked
+
+
 class StrictStreams(Streams):
     """See above. Copies of one direction run in order, as on one stream."""
 
@@ -76,7 +87,9 @@ class StrictStreams(Streams):
         self.uploads: list[Ticket] = []  # of which the host does not know that they are over
         self.downloads: list[Ticket] = []
         self.draw = random.Random(seed)
+        self.lock = threading.RLock()
 
+    @_one_at_a_time
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
         assert target.data_ptr() != source.data_ptr()
         self.check()
@@ -104,6 +117,7 @@ class StrictStreams(Streams):
             same = torch.equal(ticket.source.view(torch.uint8), ticket.given.view(torch.uint8))
             assert same, "host memory was written before its copy to the device was over"
 
+    @_one_at_a_time
     def join(self, ticket: Ticket) -> None:
         self.check()
         queue = self.queues[ticket.direction]
@@ -113,6 +127,7 @@ class StrictStreams(Streams):
             if due.direction is Tier.DEVICE:
                 due.target.copy_(due.taken)
 
+    @_one_at_a_time
     def finish(self, ticket: Ticket) -> None:
         self.join(ticket)
         if ticket.over:
@@ -140,9 +155,11 @@ def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     plain = Tiers.copy
 
     def told(self, target, source, begins, ends):
-        if isinstance(self.streams, StrictStreams):
+        if not isinstance(self.streams, StrictStreams):
+            return plain(self, target, source, begins, ends)
+        with self.streams.lock:
             self.streams.direction = ends
-        return plain(self, target, source, begins, ends)
+            return plain(self, target, source, begins, ends)
 
     def telling(method, direction):
         def wrapped(self, *args, **kwargs):

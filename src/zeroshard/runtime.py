@@ -494,6 +494,11 @@ class Runtime:
             for group in unit.groups:
                 group.values.settle()
 
+    def before_change(self) -> None:
+        """Values, masters or states are about to be written: a save in the background copies them first."""
+        if self.saver is not None:
+            self.saver.await_copy()
+
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
         self._active = self._scaled = False

@@ -149,8 +149,11 @@ class ParamGroup:
         """The user is about to write values, masters or states: nobody may go on with earlier ones."""
         if self.unit is not None:
             self.unit.outdate()
-        if self.runtime is not None and self.runtime.optimizer is not None:
+        if self.runtime is None:
+            return
+        if self.runtime.optimizer is not None:
             self.runtime.optimizer.core.begin_write()
+        self.runtime.before_change()
 
     def local(self, index: int) -> Tensor:
         """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""

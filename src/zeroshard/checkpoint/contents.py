@@ -69,22 +69,27 @@ class Place:
 
 @dataclass
 class Contents:
-    """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values."""
+    """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values.
+
+    guarded[i]: whoever writes it asks first (Runtime.before_change), so that it may be copied while training goes on.
+    """
 
     places: list[Place] = field(default_factory=list)
     sources: list[Rest] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
     frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # left out: only their identity is kept
 
-    def add(self, place: Place, source: Rest, begin: int) -> None:
+    def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
         """Note one part of a tensor."""
         if not storable(place.dtype):
             raise ConfigError(f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for.")
         self.places.append(place)
         self.sources.append(source)
         self.begins.append(begin)
+        self.guarded.append(guarded)
 
 
 def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
@@ -145,7 +150,8 @@ def _add_values(contents: Contents, runtime: Runtime, group: ParamGroup, wanted:
             whole = group.master.numel != group.layout.shard_numel
             rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
         if home.stop > home.start or _first(group, index):
-            contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin)
+            guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
+            contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
 
 
 def _name_in(runtime: Runtime, owner: Any, attribute: str) -> str:
@@ -168,7 +174,7 @@ def _add_others(contents: Contents, runtime: Runtime) -> None:
 def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
     place = Place(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
     on_host = value.detach().to("cpu").contiguous().reshape(-1)  # small, and step counts are there in any case
-    contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0)
+    contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
 
 
 def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> None:
@@ -181,7 +187,7 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> No
                 if isinstance(value, Rest) or run.holds(value):
                     if home.stop > home.start or first:
                         place = _place(run.group, index, named, ("optim", "state", key), value.dtype)
-                        contents.add(place, *_state_source(runtime, core, run, index, value))
+                        contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
                 elif first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
                     _add_scalar(contents, runtime, named[0], key, value)
 

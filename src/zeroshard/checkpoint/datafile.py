@@ -3,8 +3,9 @@
     contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
 
 The caller fills, a thread digests and writes (direct I/O, memory/files.py). With few buffers that is a save which overlaps
-copying and writing; with enough buffers for everything that is in memory, `fill` is a snapshot: it returns when all has been
-copied, and training may go on. What rests on disk is filled first, so it never takes more than the few.
+copying and writing; with enough buffers for everything that is in memory, what has been filled is a snapshot. What rests on
+disk is filled first, so it never takes more than the few; then what anybody may write at any time; last what is guarded
+(see Contents), which can be filled while training goes on.
 
 Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left).
 """
@@ -12,11 +13,11 @@ Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import pickle
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class Blob:
 class FileLayout:
     """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them.
 
+    at_once: so many blobs, the first, must be filled before training goes on.
     glue: (offset, bytes) of what stands before the data of each blob since the data before, and behind the last.
     """
 
@@ -67,14 +69,15 @@ class FileLayout:
     blobs: list[Blob]
     glue: list[tuple[int, bytes]]
     nbytes: int = 0
+    at_once: int = 0
     objects: list[tuple[str, int, bytes]] = field(default_factory=list)
 
     @classmethod
     def of(cls, contents: Contents) -> FileLayout:
         """A layout without objects: the same as long as the places are."""
         on_disk = [source.tier is Tier.DISK for source in contents.sources]
-        order = sorted(range(len(contents.places)), key=lambda number: not on_disk[number])
-        blobs, end = [], 0
+        order = sorted(range(len(contents.places)), key=lambda i: (not on_disk[i], contents.guarded[i]))
+        blobs, end, at_once = [], 0, 0
         for number in order:
             place = contents.places[number]
             for box, first in place.boxes():
@@ -82,8 +85,9 @@ class FileLayout:
                 data = end + len(prefix)
                 nbytes = len(prefix) + box.numel * place.dtype.itemsize + len(suffix)
                 blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
+                at_once += on_disk[number] or not contents.guarded[number]
                 end = -(-(end + nbytes) // ALIGN) * ALIGN
-        return cls(contents.places, order, blobs, _glue(blobs, contents.places), end)
+        return cls(contents.places, order, blobs, _glue(blobs, contents.places), end, at_once)
 
     def with_objects(self, objects: dict[str, Any]) -> FileLayout:
         """The same tensors, and plain values behind them."""
@@ -96,7 +100,7 @@ class FileLayout:
                 raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
             entries.append((name, end, out.getvalue()))
             end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
-        return FileLayout(self.places, self.order, self.blobs, self.glue, end, entries)
+        return dataclasses.replace(self, nbytes=end, objects=entries)
 
     def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
         """(offset, bytes, or the blob whose data begins there), in order, without gaps in what has to be written."""
@@ -174,7 +178,7 @@ class Ring:
 
 
 class FileWriter:
-    """Writes one file. `fill` in the caller's thread, then `finish` in whichever."""
+    """Writes one file. `fill`, in one thread after another if in parts, then `finish`."""
 
     def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
         """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
@@ -185,7 +189,7 @@ class FileWriter:
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
         self.error: Exception | None = None  # why nothing more is written
-        self.fill_seconds = 0.0
+        self._filling, self._segments, self._blobs = _Filling(self), layout.segments(), 0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._may_write = threading.Event()
         if eager:
@@ -198,19 +202,25 @@ class FileWriter:
             raise
 
     @torch.no_grad()
-    def fill(self, contents: Contents) -> None:
-        """Copy everything into buffers on its way to the file. Returns at once where the writer has failed."""
-        begin = time.monotonic()
-        filling = _Filling(self)
+    def fill(self, contents: Contents, blobs: int | None = None) -> None:
+        """Copy on into buffers on their way to the file: so many of the blobs are copied then; None: everything.
+
+        Returns at once where the writer has failed.
+        """
         try:
-            for offset, segment in self.layout.segments():
-                if not filling.put(offset, segment, contents):
+            while blobs is None or self._blobs < blobs:
+                segment = next(self._segments, None)
+                if segment is None or not self._filling.put(*segment, contents):
                     break
-        finally:  # the buffer goes round also where a state could not be read
-            filling.emit()
-        self._queue.put(None)
-        self._may_write.set()
-        self.fill_seconds = time.monotonic() - begin
+                self._blobs += isinstance(segment[1], Blob)
+            self._filling.settle()
+        except BaseException:
+            self._filling.emit()  # the buffer goes round also where a state could not be read
+            raise
+        if blobs is None:
+            self._filling.emit()
+            self._queue.put(None)
+            self._may_write.set()
 
     def go_on(self) -> bool:
         """There is no free buffer: see that there will be; False if the writer has failed."""
@@ -326,18 +336,23 @@ class _Filling:
         self.memory, self.base = bytes_of(self.buffer), self.end
         return True
 
-    def emit(self) -> None:
-        """Hand the buffer to the writer."""
-        pending, self.pending, buffer, self.buffer = self.pending, [], self.buffer, None
+    def settle(self) -> None:
+        """Return when what has been put is in the buffer: sources may change."""
+        pending, self.pending = self.pending, []
         failed: Exception | None = None
-        try:
-            for read in pending:  # all of them, whatever fails: the buffer goes round, and nothing may write into it then
-                try:
-                    read.wait()
-                except Exception as error:
-                    failed = failed or error
-        finally:
-            if buffer is not None:
-                self.writer._queue.put((buffer, self.base, self.end - self.base))
+        for read in pending:  # all of them, whatever fails: the buffer goes round, and nothing may write into it then
+            try:
+                read.wait()
+            except Exception as error:
+                failed = failed or error
         if failed is not None:
             raise failed
+
+    def emit(self) -> None:
+        """Hand the buffer to the writer."""
+        try:
+            self.settle()
+        finally:
+            buffer, self.buffer = self.buffer, None
+            if buffer is not None:
+                self.writer._queue.put((buffer, self.base, self.end - self.base))

@@ -110,6 +110,7 @@ def load(
     runtime = runtime_of(model)
     core = core_of(runtime, optimizer, "zs.load")
     check_idle(runtime, "zs.load")
+    runtime.before_change()
     comm = runtime.comm
     if verify not in (True, False, "before"):
         raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")

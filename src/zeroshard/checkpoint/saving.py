@@ -2,7 +2,7 @@
 
     all ranks   agree on the name | fill buffers | write, sync | tell |                             | told
     rank 0      make the draft                                        | manifest, rename, latest    |
-    asynchronous: the caller goes on here   ^ ; the rest happens in a thread of each rank, which meet by files in the draft
+    asynchronous: the caller goes on   ^ here; the rest happens in a thread of each rank, which meet by files in the draft
 
 Here is what comes before anything is written; writing.py has the rest. What takes the disk's time is done `together`.
 """
@@ -66,8 +66,10 @@ def save(
             Where ranks give different ones each rank's is kept.
         step: for the name and the record; None: the optimizer steps taken.
         name: of the checkpoint; None: step-00000100.
-        asynchronous: return as soon as all is copied to host memory (`Save.snapshot_nbytes`); what rests on disk is written
-            before. `Save.wait()` or the next save tells how it went.
+        asynchronous: go on while the state is copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
+            a state waits until it is copied, so forward and backward hide the copy; what rests on disk, and parameters
+            that are ordinary tensors (stages 0-2 in fp32), are copied before it returns. `Save.wait()` or the next save
+            tells how it went.
         if_busy: an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError, nothing done).
         keep_last: remove older checkpoints but so many (this one counts). keep_every: but keep those of steps that are a
             multiple of it.

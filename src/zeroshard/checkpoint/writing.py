@@ -1,7 +1,11 @@
 """One save on one rank: its file, and on rank 0 what makes a checkpoint of all of them.
 
-    foreground   open | copy, write, sync, list | publish          ranks meet after each (see `together`)
-    background   open | copy | . write, sync, list . publish .     and `Save.wait` meets them again
+    foreground   open | copy, write, sync, list | publish                 ranks meet after each (see `together`)
+    background   open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
+
+What the library guards (parameters at stage 3, masters, sharded states in memory) is copied while forward and backward run:
+who is about to write it, an optimizer step above all, waits until that is done (`Saver.await_copy`). What rests on disk or
+in tensors that are the user's own is copied before the save returns.
 
 While training goes on, ranks must not talk through `comm`, which belongs to the training loop; a rank that has written its
 file leaves `rank-00000.json` in the draft (or `rank-00000.failed`), and rank 0 waits for all of them. A lock on its file tells
@@ -63,13 +67,15 @@ class Save:
     """One save, under way or done.
 
     path: where the checkpoint is when it is complete. nbytes: of this rank's file. snapshot_nbytes: host memory that holds
-    the copy while it is written (kept for the next asynchronous save). stall_seconds: how long training was held up.
+    the copy while it is written (kept for the next asynchronous save). stall_seconds: how long training has been held up so
+    far: by the call, and by waiting for the copy before a state was changed. seconds: until it was complete.
     """
 
     def __init__(self, path: Path, nbytes: int, snapshot_nbytes: int) -> None:
         self.path, self.nbytes, self.snapshot_nbytes = path, nbytes, snapshot_nbytes
         self.stall_seconds = self.seconds = 0.0
         self.told = False  # how it ended
+        self._copied = threading.Event()
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         self._settle: Callable[[], None] | None = None
@@ -77,6 +83,13 @@ class Save:
     def done(self) -> bool:
         """Whether `wait` would not have to wait for this rank."""
         return self._thread is None or not self._thread.is_alive()
+
+    def wait_copied(self) -> None:
+        """Return when nothing is read from the model any more. Everything that changes states through zeroshard does it."""
+        if not self._copied.is_set():
+            begin = time.monotonic()
+            self._copied.wait()
+            self.stall_seconds += time.monotonic() - begin
 
     def wait(self) -> Path:
         """Return when the checkpoint is complete (collective). Raises CheckpointWriteError on every rank if it can not be."""
@@ -104,6 +117,11 @@ class Saver:
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
         return self._layout.with_objects(contents.objects)
+
+    def await_copy(self) -> None:
+        """States are about to be changed."""
+        if self.last is not None:
+            self.last.wait_copied()
 
     def close(self) -> None:
         """Let what is under way end, say what failed, and free buffers (collective)."""
@@ -161,6 +179,7 @@ class Writing:
         self.layout: FileLayout | None = None
         self.writer: FileWriter | None = None
         self.extra: dict[str, Any] = {}
+        self.mark: Any = None  # in the order of the device's work: the state that is saved
 
     def run(self) -> Save:
         """Fill, and write: here, or in a thread."""
@@ -170,7 +189,7 @@ class Writing:
                 optimizer.core.drain()
             self._together("making the files", self._open)
             if self.plan.asynchronous:
-                self.locked = self._together("copying", self._copy)[0]
+                self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
             else:
                 self._together("writing", self._copy_and_write)
                 self._together("completing", self._publish if self.draft is not None else lambda: None)
@@ -182,9 +201,10 @@ class Writing:
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
         save.seconds = save.stall_seconds = time.monotonic() - self.begin
         if self.plan.asynchronous:
-            self.contents = Contents()  # it is all in buffers
             self.saver.last = save
             self._go_on_in_background(save)
+        else:
+            save._copied.set()
         return save
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
@@ -250,13 +270,13 @@ class Writing:
             found[key] = list(vars(identity).values())
         return found
 
-    def _copy(self) -> bool:
-        """Fill the buffers. Rank 0 tells whether it sees all ranks' locks; they hold them until it has come from here."""
+    def _copy(self, blobs: int | None = None) -> bool:
+        """Fill the buffers, with all or with so many. Rank 0 tells whether it sees all ranks' locks, which they hold by now."""
         assert self.writer is not None
         asks = self.draft is not None and self.plan.asynchronous
         locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
         self.extra = {"ties": self.contents.ties, "frozen": self._identities()}
-        self.writer.fill(self.contents)
+        self.writer.fill(self.contents, blobs)
         return locked
 
     def _file_of(self, rank: int) -> Path:
@@ -314,17 +334,30 @@ class Writing:
 
     def _go_on_in_background(self, save: Save) -> None:
         save._settle = lambda: self._settle(save)
+        self.mark = self.comm.streams.mark()
         thread = threading.Thread(target=self._background, args=(save,), name="zeroshard-save", daemon=False)
         try:
             thread.start()
             save._thread = thread
         except RuntimeError as error:  # no more threads: `wait` tells it
+            save._copied.set()
             self._fail(save, error)
             self._give_up()
+
+    def _copy_rest(self, save: Save) -> None:
+        """Fill the buffers with what was left to be copied beside the training."""
+        assert self.writer is not None
+        try:
+            with self.comm.streams.behind(self.mark):
+                self.writer.fill(self.contents)
+        finally:
+            self.contents = Contents()
+            save._copied.set()
 
     def _background(self, save: Save) -> None:
         ended = threading.Event()
         try:
+            self._copy_rest(save)
             if not self.locked:
                 threading.Thread(target=self._sign, args=(ended,), name="zeroshard-sign", daemon=True).start()
             self._write()

@@ -9,7 +9,9 @@ there is one order of things and everything here does nothing. `RecordingStreams
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +44,14 @@ class Streams:
     def finish(self, ticket: Any) -> None:
         """Let the host wait for the ticket's work."""
         self.join(ticket)
+
+    def mark(self) -> Any:
+        """What the current stream has been given so far."""
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        """For another thread: its current stream is one of its own, which begins after a mark."""
+        yield
 
 
 class CudaStreams(Streams):
@@ -77,6 +87,16 @@ class CudaStreams(Streams):
     def finish(self, ticket: Any) -> None:
         ticket.synchronize()
 
+    def mark(self) -> Any:
+        return torch.cuda.current_stream(self.side.device).record_event()
+
+    @contextmanager
+    def behind(self, mark: Any) -> Iterator[None]:
+        stream = torch.cuda.Stream(self.side.device)
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):  # sets the thread's device, too
+            yield
+
 
 class RecordingStreams(Streams):
     """For tests: work is deferred until it is joined, so that a missing join shows as a wrong number."""
@@ -86,21 +106,32 @@ class RecordingStreams(Streams):
         self.log: list[str] = []
         self._deferred: dict[int, Callable[[], Any]] = {}
         self._next = 0
+        self._lock = threading.RLock()  # a save copies in a thread of its own
 
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
-        self._next += 1
-        self._deferred[self._next] = work
-        self.log.append(f"begin {self._next}")
-        return None, self._next
+        with self._lock:
+            self._next += 1
+            self._deferred[self._next] = work
+            self.log.append(f"begin {self._next}")
+            return None, self._next
 
     def join(self, ticket: int) -> None:
         """Run what was deferred up to the ticket, in order, as one stream would."""
-        for number in sorted(n for n in self._deferred if n <= ticket):
-            self._deferred.pop(number)()
-        self.log.append(f"join {ticket}")
+        with self._lock:
+            for number in sorted(n for n in self._deferred if n <= ticket):
+                self._deferred.pop(number)()
+            self.log.append(f"join {ticket}")
 
     def finished(self, ticket: int) -> bool:
         return ticket not in self._deferred
+
+    def mark(self) -> int:
+        return self._next
+
+    @contextmanager
+    def behind(self, mark: int) -> Iterator[None]:
+        self.join(mark)
+        yield
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -261,15 +261,16 @@ class OptimizerCore:
         """Return when masters and states are at rest and nobody's but ours."""
         if self.delayed is not None:
             self.delayed.wait()
+        self.runtime.before_change()
 
     @torch.no_grad()
     def drain(self) -> None:
         """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
+        self.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
             self.runtime.settle()
             self.publish(self._publish_delayed())
-        self.wait()
         for group in self.runtime.groups:
             self.refresh_masters(group)
 
@@ -374,7 +375,7 @@ class OptimizerCore:
         start, _ = self.maker.slot_range(run.group, index)
         if self.replicated:
             return value[start - run.start : start - run.start + slot.numel].view(slot.shape)
-        return home.wrap(value[start - run.start : start - run.start + home.piece.numel], value.dtype)
+        return StateHome(home, self.runtime.tiers.over(value), start - run.start).tensor()
 
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
         """Take states by parameter id, tensors whole or sharded alike."""

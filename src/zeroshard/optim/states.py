@@ -87,10 +87,13 @@ class ColumnStates:
 
 
 class StateHome:
-    """The Home (see sharded.py) of one parameter's part of a column: read when it is looked at, put back when written."""
+    """The Home (see sharded.py) of one parameter's part of a state: read when it is looked at, put back when written.
 
-    def __init__(self, home: ParamHome, column: Rest) -> None:
-        self.home, self.column = home, column
+    begin: its first element in `column`; None: the column is one of the whole shard.
+    """
+
+    def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
+        self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
         self.name, self.start, self.stop = home.name, home.start, home.stop
 
     def tensor(self) -> ShardedTensor:
@@ -106,10 +109,10 @@ class StateHome:
 
     def fetch(self, gradient: bool) -> Tensor:
         self.home.group.runtime.optimizer.core.wait()
-        return self.column.load(self.home.begin, self.home.end)
+        return self.column.load(self.begin, self.begin + self.home.piece.numel)
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
-        self.column.store(self.home.begin + offset, local)
+        self.column.store(self.begin + offset, local)
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         raise AssertionError("a state is no gradient")
