@@ -49,6 +49,7 @@ class Kept:
     save_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
     stall_s: list[float] = field(default_factory=list)  # of saves in the background, but for the first of a round
+    lost_s: list[float] = field(default_factory=list)  # by which such a save and the step after it are longer than a step
     first_stall_s: float = 0.0  # of the very first, whose buffers nobody has touched
     copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
     engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, in the same round
@@ -145,7 +146,7 @@ def _guarded(kept: Kept, teams: dict[str, Team], action: Callable[[Team], object
 
 
 def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
-    """Save, load, and (zeroshard) save in the background, and what memory and disk give by themselves."""
+    """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves."""
     os.sync()
     path = str(folder)
     begin = time.monotonic()
@@ -158,15 +159,18 @@ def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
     team.ask("load", path)
     kept.load_s.append(time.monotonic() - begin)
     shutil.rmtree(path)
-    if kept.contender.kind == "zs":
+    if kept.contender.kind != "ds":  # whose keeper has no such save
         os.sync()
-        first = max(team.ask("save_in_background", path))  # makes the buffers, which a load takes back where memory is short
+        first, _ = max(team.ask("save_in_background", path))  # makes the buffers, which a load takes back where memory is short
         if not kept.stall_s:
             kept.first_stall_s = first
-        kept.stall_s.append(max(team.ask("save_in_background", path)))
-        kept.copy_s.append(max(team.ask("copy_states")))
+        stall_s, lost_s = zip(*team.ask("save_in_background", path), strict=True)
+        kept.stall_s.append(max(stall_s))
+        kept.lost_s.append(max(lost_s))
         shutil.rmtree(path)
         os.sync()
+    if kept.contender.kind == "zs":
+        kept.copy_s.append(max(team.ask("copy_states")))
         kept.engine_nbytes_per_s.append(bandwidth(team.ask("write_bulk", kept.nbytes // team_size(team))))
 
 
@@ -202,14 +206,16 @@ def sheet(result: Kepts) -> Sheet:
                 f"{kept.nbytes_per_s / 1e9:.2f}",
                 number(statistics.median(kept.engine_nbytes_per_s) / 1e9 if kept.engine_nbytes_per_s else None, "{:.2f}"),
                 number(statistics.median(kept.stall_s) * 1e3 if kept.stall_s else None, "{:.0f}"),
+                number(statistics.median(kept.lost_s) * 1e3 if kept.lost_s else None, "{:.0f}"),
                 number(statistics.median(kept.copy_s) * 1e3 if kept.copy_s else None, "{:.0f}"),
                 f"{kept.extra_nbytes / 2**20:.0f}",
             ]
         )
-    headings = ("save s", "load s", "/DCP", "/DS3", "GB", "GB/s", "engine GB/s", "stall ms", "copy ms", "extra MiB")
+    headings = ("save s", "load s", "/DCP", "/DS3", "GB", "GB/s", "engine GB/s", "stall ms", "lost ms", "copy ms", "extra MiB")
     notes = [
         ("save: until the bytes are on the disk; load: " + ("from the disk." if result.cold else "from the page cache."), PLAIN),
         ("/DCP, /DS3: save and load together. extra: resident memory of the largest rank beyond that before the save.", PLAIN),
+        ("stall: training held up by a save in the background; lost: by which it and the next step exceed a step.", PLAIN),
     ]
     notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
     return Sheet(f"Checkpoints, {result.size} parameters with Adam states", headings, rows, notes)

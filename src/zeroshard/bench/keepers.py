@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Keeper:
-    """save, load: path -> None. in_background: path -> (seconds that the caller was held up, a function that waits)."""
+    """save, load: path -> None. in_background: path -> functions that tell for how many seconds training has been held up
+    so far, and that wait for the end."""
 
     save: Callable[[str], None]
     load: Callable[[str], None]
-    in_background: Callable[[str], tuple[float, Callable[[], None]]] | None = None
+    in_background: Callable[[str], tuple[Callable[[], float], Callable[[], object]]] | None = None
     states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
 
 
@@ -34,10 +35,9 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
     from zeroshard.checkpoint.contents import collect
     from zeroshard.runtime import runtime_of
 
-    def in_background(path: str) -> tuple[float, Callable[[], None]]:
-        begin = time.monotonic()
+    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
         saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
-        return time.monotonic() - begin, saving.wait
+        return lambda: saving.stall_seconds, saving.wait
 
     def states() -> list[Tensor]:
         contents = collect(runtime_of(model), optimizer.core, frozen=True)  # type: ignore[attr-defined]
@@ -57,6 +57,8 @@ def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+    beside = torch.distributed.new_group(backend="gloo")  # its thread must not mix with the training's collectives
+
     def save(path: str) -> None:
         values, states = get_state_dict(model, optimizer)
         dcp.save({"model": values, "optim": states}, checkpoint_id=path)
@@ -66,11 +68,12 @@ def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
         dcp.load({"model": values, "optim": states}, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
 
-    def in_background(path: str) -> tuple[float, Callable[[], None]]:
+    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
         begin = time.monotonic()
         values, states = get_state_dict(model, optimizer)
-        future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path)
-        return time.monotonic() - begin, lambda: getattr(future, "upload_completion", future).result() and None
+        future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path, process_group=beside)
+        stall_s = time.monotonic() - begin
+        return lambda: stall_s, getattr(future, "upload_completion", future).result
 
     return Keeper(save, load, in_background)
 

@@ -114,6 +114,7 @@ class _Rank:
     def __init__(self, pipe: Connection, post: Post) -> None:
         begun = time.monotonic()
         self.post, self.workload, self._probe = post, post.workload, None
+        self._kept: Keeper | None = None
         _set_environment(post)
         import torch
 
@@ -198,11 +199,20 @@ class _Rank:
     def load(self, path: str) -> None:
         self._keeper().load(path)
 
-    def save_in_background(self, path: str) -> float:
-        """Seconds that training would be held up; returns when the checkpoint is complete."""
-        stall_s, wait = self._keeper().in_background(path)
+    def save_in_background(self, path: str) -> tuple[float, float]:
+        """Seconds that a save holds training up, and by which it and the step after it take longer than a step.
+
+        Returns when the checkpoint is complete.
+        """
+        first, second = self._batches(0, 2)
+        begin = time.monotonic()
+        self.trainer.step(*first)
+        step_s, begin = time.monotonic() - begin, time.monotonic()
+        held, wait = self._keeper().in_background(path)  # type: ignore[misc]
+        self.trainer.step(*second)
+        lost_s = time.monotonic() - begin - step_s
         wait()
-        return stall_s
+        return held(), lost_s
 
     def copy_states(self) -> float:
         """Seconds of one memory copy of this rank's states."""
@@ -218,8 +228,10 @@ class _Rank:
         return write_bulk(self.workload.swap_path, nbytes)
 
     def _keeper(self) -> Keeper:
-        assert self.trainer.keeper is not None
-        return self.trainer.keeper()
+        if self._kept is None:
+            assert self.trainer.keeper is not None
+            self._kept = self.trainer.keeper()
+        return self._kept
 
     def close(self) -> None:
         """Remove files."""
