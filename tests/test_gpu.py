@@ -186,8 +186,9 @@ def test_a_checkpoint_continues_as_if_nothing_had_been(group, options: dict, tie
 
     model, optimizer = build()
     _train(model, optimizer, 2)
-    zs.save(tmp_path, model, optimizer, asynchronous=True).wait()
-    _train(model, optimizer, 2)
+    save = zs.save(tmp_path, model, optimizer, asynchronous=True)
+    _train(model, optimizer, 2)  # meanwhile the state is copied from the device
+    save.wait()
     resumed, stepper = build()
     zs.load(tmp_path, resumed, stepper)
     _train(resumed, stepper, 2)
