@@ -200,7 +200,7 @@ def test_b07_a_filesystem_that_is_really_full(small_disk, asynchronous):
         zs.save(small_disk, module, optimizer, name="first")
         error = raised_by(lambda: zs.save(small_disk, module, optimizer, name="second", asynchronous=asynchronous).wait())
         assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOSPC, repr(error)
-        assert error.needed > error.free > 0
+        assert error.needed > error.free >= 0  # nothing, while the other rank's file is about to take it all
         runtime_of(module).comm.exchange(b"", "all have seen it")
         assert sorted(path.name for path in small_disk.iterdir()) == ["first", "latest"]
         runtime_of(module).comm.exchange(b"", "all have looked")

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,14 @@ def adapters(tmp_path_factory):
 
 def saver() -> tuple:
     return build("tied")
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A model, its optimizer, and where they were saved."""
+    model, optimizer = saver()
+    yield model, optimizer, zs.save(tmp_path_factory.mktemp("one"), model, optimizer, name="x").path
+    zs.close(model)
 
 
 # -- the folder ----------------------------------------------------------------------------------------------------------
@@ -202,6 +211,52 @@ def test_must_7_the_version(odd, tmp_path):
     zs.close(model)
 
 
+NAME = "model.blocks.1.into.weight"
+BEYOND = f"expected {NAME} within the .* bytes of rank-00000.distcp"
+
+
+def boxes(body: dict) -> list:
+    return body["tensors"][NAME]["boxes"]
+
+
+def overlapping(body: dict) -> None:
+    """Two halves of so many elements as the tensor, of which one lies a row too far on."""
+    file, data, offset, nbytes, _, (rows, columns) = boxes(body)[0]
+    body["tensors"][NAME]["boxes"] = [
+        [file, data, offset, nbytes, [0, 0], [rows - 1, columns]], [file, data, offset, nbytes, [rows - 2, 0], [1, columns]]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "error", "told"), [
+    (lambda body: body.update(format="another"), zs.CheckpointError, "format: expected 'zeroshard-checkpoint', got 'another'"),
+    (lambda body: body.update(version="1"), zs.CheckpointError, "not what its format asks for: TypeError"),
+    (lambda body: body.update(digest_nbytes=4096), zs.CheckpointError, "expected xxh3-64 of 1,048,576 bytes each, got .*4096"),
+    (lambda body: body.update(digest="crc"), zs.CheckpointError, "expected xxh3-64 .* got .'crc'"),
+    (lambda body: body.pop("step"), zs.CheckpointError, "step: missing"),
+    (lambda body: body.pop("ties"), zs.CheckpointError, "asks for: KeyError: 'ties'"),
+    (lambda body: body["tensors"][NAME].update(dtype="float3"), zs.CheckpointError, "AttributeError: .*float3"),
+    (lambda body: body["files"][0].update(name="../x/rank-00000.distcp"), zs.CheckpointCorrupt, "names of files in its folder"),
+    (lambda body: body["objects"]["zeroshard.state"].__setitem__(1, 10**9), zs.CheckpointCorrupt, "zeroshard.state within the"),
+    (lambda body: boxes(body)[0].__setitem__(0, 7), zs.CheckpointCorrupt, "found file 7"),
+    (lambda body: boxes(body)[0].__setitem__(1, 10**9), zs.CheckpointCorrupt, BEYOND),
+    (lambda body: boxes(body)[0].__setitem__(1, -64), zs.CheckpointCorrupt, BEYOND),
+    (lambda body: boxes(body)[0].__setitem__(3, 10**9), zs.CheckpointCorrupt, BEYOND),
+    (lambda body: boxes(body)[0].__setitem__(4, [1, 0]), zs.CheckpointCorrupt, f"boxes of {NAME} within"),
+    (lambda body: boxes(body).append(boxes(body)[0]), zs.CheckpointCorrupt, f"elements of {NAME}, found of"),
+    (lambda body: boxes(body).clear(), zs.CheckpointCorrupt, f"elements of {NAME}, found of 0"),
+    (overlapping, zs.CheckpointCorrupt, f"every element of {NAME} once, found element"),
+])  # fmt: skip
+@pytest.mark.parametrize("verify", [True, "before", False])
+def test_must_7_to_12_what_the_reader_refuses(change, error, told, verify, one, tmp_path):
+    model, optimizer, saved = one
+    path = Path(shutil.copytree(saved, tmp_path / "x"))
+    rewritten(path, change)
+    before = snapshot(model, optimizer)
+    with pytest.raises(error, match=told):
+        zs.load(path, model, optimizer, verify=verify)
+    assert_equal(snapshot(model, optimizer), before)
+
+
 def test_must_8_the_facts(odd, tiled):
     facts = {key: odd[0].manifest[key] for key in ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank")}
     assert facts == {
@@ -260,8 +315,9 @@ def test_must_13_each_box_and_object_is_a_file_of_torch_save(odd, tiled):
 def test_must_14_dcp_reads_the_same(odd):
     files, _ = odd
     metadata = FileSystemReader(files.path).read_metadata()
-    assert metadata.state_dict_metadata.keys() == files.tensors.keys() | files.objects.keys()
-    for name, entry in files.tensors.items():
+    aliases = {f"model.{alias}": files.tensors[f"model.{first}"] for alias, first in files.manifest["ties"].items()}
+    assert aliases and metadata.state_dict_metadata.keys() == files.tensors.keys() | aliases.keys() | files.objects.keys()
+    for name, entry in {**files.tensors, **aliases}.items():
         found = metadata.state_dict_metadata[name]
         assert (list(found.size), found.properties.dtype) == (entry["shape"], getattr(torch, entry["dtype"]))
         assert [[list(c.offsets), list(c.sizes)] for c in found.chunks] == [box[4:] for box in entry["boxes"]]

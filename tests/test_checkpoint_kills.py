@@ -347,10 +347,11 @@ def start(rank: int, world: int, root: str, kills: int) -> dict:
     """The fresh process."""
     torch.set_num_threads(1)
     warm_up(Path(root) / "warm")
+    network = [forked(over_a_network, rank, root) for rank in range(WORLD)]  # it mostly waits: beside the others
     seen = {"kills": kill_often(root, kills, 1), "drawn": draw_again(root), "memory": in_little_memory(root)}
     wait_for([forked(leave_at_once, root)])
     seen["survived"] = survive(root)
-    wait_for([forked(over_a_network, rank, root) for rank in range(WORLD)])
+    wait_for(network)
     return seen | {"calls": die_at_every_call(f"{root}/calls")}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from helpers import token_batches
 
 import zeroshard as zs
 from zeroshard import weights
-from zeroshard.checkpoint import loading, opening
+from zeroshard.checkpoint import bulk, loading, opening, writing
 from zeroshard.optim import restoring
+from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
 
 VOCAB = 11
@@ -237,3 +239,189 @@ def test_python_and_numpy_are_seeded_anew_by_a_load(tmp_path):
         drawn.append((random.random(), numpy.random.rand()))
         zs.close(model)
     assert drawn[0] == drawn[1]
+
+
+# -- ranks that ask for different things -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"optimizer": "another"}, "optimizer: expected the one that zs.shard"),
+    ({"verify": "never"}, "verify: expected True, 'before' or False, got 'never'"),
+    ({"path": 3}, "rank 1 failed: TypeError"),
+    ({"verify": "before"}, "ranks 0 and 1 call it differently: verify: True and 'before'"),
+    ({"name": "y"}, "ranks 0 and 1 call it differently: name: 'x' and 'y'"),
+    ({"path": "elsewhere"}, "ranks 0 and 1 call it differently: path: .* and '.*elsewhere'"),
+    ({"optimizer": None}, "ranks 0 and 1 call it differently: optimizer: 'given' and None"),
+], ids=str)  # fmt: skip
+def test_ranks_that_call_it_differently_hear_how(change, words, tmp_path):
+    save_pair(tmp_path)
+
+    def rank_run(rank):
+        model, optimizer = build("tied", seed=5)
+        call = {"path": tmp_path, "optimizer": optimizer, "name": "x", "verify": True} | (change if rank == 1 else {})
+        call["optimizer"] = torch.optim.SGD([torch.zeros(1)]) if call["optimizer"] == "another" else call["optimizer"]
+        before = snapshot(model, optimizer)
+        with pytest.raises(zs.CheckpointError if change == {"path": 3} else zs.ConfigError, match=words) as caught:
+            zs.load(call.pop("path"), model, **call)
+        assert_equal(snapshot(model, optimizer), before)
+        zs.load(tmp_path, model, optimizer)
+        zs.close(model)
+        return str(caught.value)
+
+    assert len(set(run_threads(2, rank_run))) == 1
+
+
+# -- a save of the same model that is still under way ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_load_takes_what_this_model_was_saving_in_the_background(world, tmp_path, monkeypatch):
+    """Also the first one, and with nothing else kept."""
+    plain = writing.FileWriter.finish
+    monkeypatch.setattr(writing.FileWriter, "finish", lambda self: (time.sleep(0.2), plain(self))[1])
+
+    def rank_run(rank):
+        model, optimizer = build("tied", seed=5)
+        for step in (1, 2):
+            train(model, optimizer, rank, BATCHES[:1])
+            save = zs.save(tmp_path, model, optimizer, asynchronous=True, keep_last=1)
+            assert zs.load(tmp_path, model, optimizer).step == step and save.done()
+        zs.close(model)
+
+    run_threads(world, rank_run)
+
+
+def test_a_save_in_the_background_that_failed_is_told_by_the_next_save(tmp_path, monkeypatch):
+    """And does not keep a load from going back to the one before."""
+    save_pair(tmp_path)
+
+    def fail(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def rank_run(rank):
+        model, optimizer = build("tied", seed=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(writing.FileWriter, "finish", fail)
+            zs.save(tmp_path, model, optimizer, asynchronous=True)
+            assert zs.load(tmp_path, model, optimizer).path == tmp_path / "x"
+        with pytest.raises(zs.CheckpointWriteError, match="ENOSPC"):
+            zs.save(tmp_path, model, optimizer)
+        zs.close(model)
+
+    rank_run(0)
+
+
+# -- checkpoints that a run removes while they are read ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("owner", "name", "verify"), [
+    (opening.Manifest, "read", True), (opening, "check_sizes", True), (opening, "check_digests", "before"),
+    (opening, "open_own", False), (loading._Loading, "compare", False), (bulk.Bulk, "run", True), (weights, "stream", "before"),
+    (restoring, "restore", "before"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_the_next_is_taken_where_one_is_removed_while_it_is_read(owner, name, verify, world, tmp_path, monkeypatch):
+    expected = save_pair(tmp_path)
+
+    def write(rank):
+        model, optimizer = build("tied", seed=7)
+        train(model, optimizer, rank, BATCHES[:1])
+        zs.save(tmp_path, model, optimizer, name="y", step=9)
+        zs.close(model)
+
+    run_threads(1, write)
+    plain = getattr(owner, name)
+
+    def pruned(*args, **options):
+        if threading.current_thread().name == "rank0":
+            shutil.rmtree(tmp_path / "y", ignore_errors=True)
+        return plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, pruned)
+
+    def rank_run(rank):
+        model, optimizer = build("tied", seed=5)
+        assert zs.load(tmp_path, model, optimizer, verify=verify).path == tmp_path / "x"
+        assert_equal(snapshot(model, optimizer), expected)
+        train(model, optimizer, rank, BATCHES[:1])
+        zs.close(model)
+
+    run_threads(world, rank_run)
+
+
+def test_one_that_was_asked_for_by_name_and_is_removed_is_said_to_be_gone(tmp_path, monkeypatch):
+    model, optimizer = build("tied")
+    for name in ("a", "b"):
+        zs.save(tmp_path, model, optimizer, name=name)
+    plain = opening.check_sizes
+    monkeypatch.setattr(opening, "check_sizes", lambda *args: (shutil.rmtree(tmp_path / "b"), plain(*args)))
+    with pytest.raises(zs.CheckpointNotFound, match="no complete checkpoint 'b'; there are: a"):
+        zs.load(tmp_path, model, optimizer, name="b")
+    zs.close(model)
+
+
+# -- modules and other things that raise at the end --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_module_that_does_not_take_its_state_reaches_every_rank_and_can_be_loaded_again(world, tmp_path, monkeypatch):
+    def rank_run(rank):
+        model, optimizer = build("odd")
+        train(model, optimizer, rank, BATCHES[:1])
+        zs.save(tmp_path, model, optimizer, name="x", trained_only=False)
+        model.noted.calls = 7
+        take = model.noted.set_extra_state
+
+        def refuse(state):
+            raise ValueError("not mine")
+
+        model.noted.set_extra_state = refuse if rank == world - 1 else take
+        words = rf"noted .* on rank {world - 1} did not take its state: ValueError: not mine"
+        with pytest.raises(zs.CheckpointError, match=words) as caught:
+            zs.load(tmp_path, model, optimizer)
+        with pytest.raises(zs.CheckpointError, match="load a checkpoint again"):
+            model(*BATCHES[0][rank])
+        model.noted.set_extra_state = take
+        zs.load(tmp_path, model, optimizer)
+        assert model.noted.calls == 1
+        train(model, optimizer, rank, BATCHES[1:2])
+        zs.close(model)
+        return caught.value
+
+    errors = run_threads(world, rank_run)
+    assert len(set(map(str, errors))) == 1 and isinstance(errors[-1].__cause__, ValueError)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room")], ids=repr)
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_ends_a_load_half_way_says_what_to_do(error, world, tmp_path, monkeypatch):
+    """A process by itself loads again; ranks are not in step any more, so they have to be started again."""
+    save_pair(tmp_path)
+    plain = loading._Loading._take_own
+
+    def rank_run(rank):
+        model, optimizer = build("tied", seed=5)
+        monkeypatch.setattr(loading._Loading, "_take_own", on_rank(world - 1, plain, error))
+        with pytest.raises((zs.CheckpointError, KeyboardInterrupt)) as caught:
+            zs.load(tmp_path, model, optimizer)
+        remedy = "load a checkpoint again" if world == 1 else "the ranks ended with it; start them again"
+        told = f"could not be loaded to its end ({type(error).__name__}"
+        assert told in runtime_of(model).unusable or rank != world - 1
+        if rank != world - 1 or isinstance(error, Exception):
+            assert told in str(caught.value) and remedy in str(caught.value)
+        if world == 1:
+            monkeypatch.setattr(loading._Loading, "_take_own", plain)
+            zs.load(tmp_path, model, optimizer)
+            train(model, optimizer, rank, BATCHES[:1])
+
+    run_threads(world, rank_run)
+
+
+def test_a_load_in_inference_mode_leaves_states_that_can_be_trained(tmp_path):
+    expected = save_pair(tmp_path)
+    model, optimizer = build("tied", seed=5)
+    with torch.inference_mode():
+        zs.load(tmp_path, model, optimizer)
+    assert_equal(snapshot(model, optimizer), expected)
+    train(model, optimizer, 0, BATCHES[1:2])
+    zs.close(model)

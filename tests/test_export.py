@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 
 import pytest
 import torch
+from checkpoint_kit import write_checkpoint
 from helpers import OddGPT, adamw, differences, seeded, token_batches
 from residence import Peak
 from safetensors import safe_open
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.checkpoint.export import _Exporting
 from zeroshard.cli import main
 from zeroshard.launch import run_processes
 from zeroshard.testing import run_threads
@@ -124,6 +127,78 @@ def test_the_dtype_is_chosen_and_the_configuration_says_so(dtype, tmp_path):
         assert transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").dtype is dtype
 
 
+def test_a_configuration_may_be_an_object(tmp_path):
+    """Given as it is; kept in a checkpoint it is refused, for its class would have to be run, and the way on is named."""
+    config = gpt2().config
+    zs.save(tmp_path / "run", zs.shard(odd(), None)[0], extra={"hf_config": config})
+    with pytest.raises(zs.CheckpointError, match=r"extra\['hf_config'\] is an object of a class .* give config= .*to_dict\(\)"):
+        zs.export(tmp_path / "run", tmp_path / "out")
+    done = zs.export(tmp_path / "run", tmp_path / "out", config=config)
+    assert "config.json" in done.files and json.loads((tmp_path / "out" / "config.json").read_text())["n_embd"] == 12
+
+
+class Rare(nn.Module):
+    """What safetensors has no place for: a name, a dtype."""
+
+    def __init__(self, name, dtype=torch.float32) -> None:
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.arange(3.0)))
+        self.register_buffer("turn", torch.ones(2, dtype=dtype))
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: Rare("__metadata__"), "no place for a tensor called '__metadata__'; use format='torch'"),
+    (lambda: Rare("a", torch.complex64), "turn is torch.complex64, which safetensors has no place for; use format='torch'"),
+], ids=["name", "dtype"])  # fmt: skip
+def test_what_safetensors_has_no_place_for_goes_to_torch(make, words, tmp_path):
+    model, _ = zs.shard(make(), None)
+    zs.save(tmp_path / "run", model)
+    with pytest.raises(zs.ConfigError, match=words):
+        zs.export(tmp_path / "run", tmp_path / "out")
+    zs.export(tmp_path / "run", tmp_path / "out.pt", format="torch")
+    assert not differences(torch.load(tmp_path / "out.pt"), make().state_dict()) and sorted(os.listdir(tmp_path)) == ["out.pt", "run"]
+    zs.close(model)
+
+
+class Within(nn.Module):
+    """A model in another, tied and partly frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = odd()
+        self.inner.blocks[0].requires_grad_(False)
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def test_c10_a_wrapped_partly_frozen_tied_model_is_exported_whole(tmp_path):
+    """The keys are exactly the model's: one of a tie is a tensor, the other is in the metadata, and both are loaded."""
+
+    def rank_run(rank: int) -> dict:
+        model = seeded(Within)
+        model, optimizer = zs.shard(model, adamw([p for p in model.parameters() if p.requires_grad]), stage=3)
+        model(*token_batches(1, 1, 2)[0][0][rank]).backward()
+        optimizer.step()
+        zs.save(tmp_path / "run", model, optimizer, trained_only=False)
+        return zs.full_state_dict(model, masters=True)
+
+    state = run_threads(2, rank_run)[0]
+    assert state.keys() == Within().state_dict().keys()
+    done = zs.export(tmp_path / "run", tmp_path / "out")
+    assert done.ties == {"inner.head.weight": "inner.embedding.weight"}
+    got = load_file(tmp_path / "out" / "model.safetensors")
+    assert got.keys() == state.keys() - done.ties.keys() and not differences(got, {n: state[n] for n in got})
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert done.ties.items() <= file.metadata().items()
+    zs.export(tmp_path / "run", tmp_path / "inner", prefix="inner.")
+    assert load_file(tmp_path / "inner" / "model.safetensors").keys() == odd().state_dict().keys() - {"head.weight"}
+    zs.export(tmp_path / "run", tmp_path / "out.pt", format="torch")
+    model = Within()
+    model.load_state_dict(torch.load(tmp_path / "out.pt"))
+    assert not differences(model.state_dict(), state) and model.inner.head.weight is model.inner.embedding.weight
+
+
 # -- torch ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +282,7 @@ def test_an_unreadable_checkpoint_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(zs.checkpoint.opening, "check_digests", lambda folder, *_: [file.unlink() for file in folder.iterdir()])
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "step-00000001/rank-0000" in said and os.listdir(tmp_path) == ["run"]
+    assert said.count("\n") == 1 and "a complete checkpoint, found none" in said and os.listdir(tmp_path) == ["run"]
 
 
 def test_other_libraries_checkpoints_can_be_exported_too(tmp_path):
@@ -336,3 +411,18 @@ def test_exporting_takes_the_memory_of_some_chunks(tmp_path):
     assert added < 36 << 20, f"{added / 2**20:.0f} MiB to export 100 MiB twice"
     tables = [torch.load(tmp_path / "torch"), load_file(tmp_path / "safetensors" / "model.safetensors")]
     assert torch.equal(tables[0]["table"], tables[1]["table"])
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_the_next_is_exported_where_a_run_removes_one_meanwhile(format, tmp_path, monkeypatch):
+    for name, step in (("a", 1), ("b", 2)):
+        write_checkpoint(tmp_path / "run", 1, "tied", save_name=name, save_step=step)
+    plain = _Exporting._copy
+
+    def pruned(*args):
+        shutil.rmtree(tmp_path / "run" / "b", ignore_errors=True)
+        plain(*args)
+
+    monkeypatch.setattr(_Exporting, "_copy", pruned)
+    made = zs.export(tmp_path / "run", tmp_path / "out", format=format)
+    assert made.tensors > 10 and sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]

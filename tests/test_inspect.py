@@ -110,6 +110,33 @@ def test_what_can_not_be_read_is_told_of_that_checkpoint_alone(run, capsys, monk
     assert main(["inspect", str(run)]) == 1
 
 
+@pytest.mark.parametrize("kind", ["no step", "no ties", "version", "dtype", "files", "sizes", "a list"])
+def test_a_manifest_that_says_other_things_than_it_must_is_told_of_that_checkpoint_alone(run, capsys, kind):
+    """Its checksum is right: who wrote it meant it."""
+    path = run / "step-00000002" / "manifest.json"
+    body = json.loads(path.read_text())
+    del body["checksum"]
+    if kind.startswith("no "):
+        del body[kind.removeprefix("no ")]
+    elif kind == "version":
+        body["version"] = "1"
+    elif kind == "dtype":
+        body["tensors"]["model.embedding.weight"]["dtype"] = "float33"
+    elif kind == "files":
+        body["files"] = None
+    elif kind == "sizes":
+        body["files"][0]["nbytes"] = "9"
+    text = json.dumps(body, separators=(",", ":"))[:-1] if kind != "a list" else "[1"
+    path.write_text(f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n')
+    first, second = zs.inspect_checkpoint(run)
+    assert first.checksums == "hold" and second.checksums in ("unreadable", "damaged") and "manifest.json" in second.damage
+    assert second.path == str(path.parent) and second.files["rank-00000.distcp"] > 0
+    assert main(["inspect", str(run), "--json"]) == 1
+    said = capsys.readouterr()
+    assert [one["step"] for one in json.loads(said.out)] == [1, second.step] and "manifest.json" in said.err
+    assert main(["inspect", str(run)]) == 1
+
+
 def test_what_a_run_removes_meanwhile_is_left_out(run, capsys, monkeypatch):
     plain_check, plain_complete, vanishing = inspect.check_digests, places.complete, [1, 1]
 

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from checkpoint_kit import build
 from torch.utils.data import DataLoader
 
 import zeroshard as zs
@@ -41,9 +42,7 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 def test_another_number_of_ranks_goes_on_without_loss_or_repetition(before, after):
     samplers = _ranks(before, numel=48, seed=1)
     read = [index for sampler in samplers for index in itertools.islice(sampler, 12 // before)]
-    for sampler in samplers:
-        assert sampler.state_dict()["samples"] == (12 // before - 1) * before  # the last ones are still being used
-    state = {**samplers[0].state_dict(), "samples": 12}
+    state = {"numel": 48, "seed": 1, "shuffle": True, "epoch": 0, "samples": 12}
     resumed = _ranks(after, numel=48, seed=1)
     for sampler in resumed:
         sampler.load_state_dict(state)
@@ -67,6 +66,41 @@ def test_what_the_loop_was_given_counts_not_what_workers_read_ahead(workers):
     seen += list(resumed)
     assert seen == list(zs.ShardedSampler(40, rank=0, world_size=2))
     assert (resumed.epoch, resumed.samples) == (1, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 2, None], ids=["no workers", "two workers", "the sampler itself"])
+def test_a_position_that_nobody_followed_is_not_saved(workers):
+    """Workers draw ahead, to the end of the epoch while the loop has had 12 of 24 samples. What a loop was stopped at is not known either."""
+    sampler = zs.ShardedSampler(24, rank=0, world_size=1)
+    loader = sampler if workers is None else DataLoader(list(range(24)), batch_size=4, sampler=sampler, num_workers=workers)
+    batch_size = 1 if workers is None else 4
+    begin = sampler.state_dict()
+    for number, _ in enumerate(loader, 1):
+        if number == 3:
+            with pytest.raises(zs.ConfigError, match=r"expected a loop over sampler.follow\(loader\)"):
+                sampler.state_dict()
+            break
+    with pytest.raises(zs.ConfigError, match="lose or repeat samples"):
+        sampler.state_dict()
+    sampler.load_state_dict(begin)
+    assert sampler.state_dict() == begin
+    assert len(list(loader)) == 24 // batch_size and sampler.epoch == 1
+    for number, _ in enumerate(sampler.follow(loader, batch_size), 1):
+        assert sampler.state_dict() == {**begin, "epoch": 1, "samples": number * batch_size}
+    assert sampler.state_dict() == {**begin, "epoch": 2}
+
+
+def test_a_save_behind_a_loop_that_nobody_followed_is_refused_on_every_rank(tmp_path):
+    def rank_run(rank: int) -> None:
+        sampler, (model, optimizer) = zs.ShardedSampler(8), build("tied")
+        next(iter(sampler))
+        with pytest.raises(zs.ConfigError, match=r"follow\(loader\)"):
+            zs.save(tmp_path, model, optimizer, extra={"sampler": sampler})
+        sampler.set_epoch(1)
+        zs.save(tmp_path, model, optimizer, extra={"sampler": sampler})
+        zs.close(model)
+
+    run_threads(2, rank_run)
 
 
 def test_ranks_come_from_the_world():

@@ -4,7 +4,9 @@
     2 ranks, from 4 on                0  1  0  1              samples go round the ranks
     3 ranks, from 4 on                0  1  2  0
 
-What has been consumed is a prefix of that order, whoever read it, so one number is the position of all ranks.
+What has been consumed is a prefix of that order, whoever read it, so one number is the position of all ranks. Only `follow`
+sees what was consumed: the workers of a loader draw ahead, to the end of the epoch and no further. So a loop that is not followed
+has no position to save.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch.utils.data import Sampler
 from .comm import world
 from .errors import ConfigError
 
+_POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
+
 
 class ShardedSampler(Sampler[int]):
     """Indices of a data set, shared out over the data-parallel ranks.
@@ -25,7 +29,7 @@ class ShardedSampler(Sampler[int]):
         sampler = zs.ShardedSampler(len(dataset), seed=0)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
         for epoch in range(sampler.epoch, 3):
-            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers read ahead
+            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers draw ahead
                 ...
                 zs.save(path, model, optimizer, extra={"sampler": sampler})
 
@@ -37,7 +41,7 @@ class ShardedSampler(Sampler[int]):
         rank, world_size: None: those of the process group.
 
     Attributes:
-        epoch: the current one. samples: of it that all ranks together have consumed.
+        epoch: the current one. samples: of it that all ranks together have consumed (without `follow`: have drawn).
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class ShardedSampler(Sampler[int]):
         self.rank, self.world_size = rank, world_size
         self.epoch = self.samples = 0
         self._followed = False
+        self._drawn = False  # by a loop that is not followed: what of it was consumed nobody knows
 
     def _order(self) -> list[int]:
         if not self.shuffle:
@@ -70,6 +75,7 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         order, begin, count = self._order(), self.samples, len(self)
+        self._drawn = self._drawn or not self._followed
         for number in range(count):
             yield order[(begin + number * self.world_size + self.rank) % self.numel]
             if not self._followed:
@@ -85,12 +91,13 @@ class ShardedSampler(Sampler[int]):
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
             raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
-        self._followed = True
+        self._followed, self._drawn = True, self._drawn and self.samples > 0
         try:
             for batch in loader:
                 self.samples = min(self.samples + batch_size * self.world_size, self.numel)
                 yield batch
             self._end_epoch()
+            self._drawn = False
         finally:
             self._followed = False
 
@@ -100,17 +107,21 @@ class ShardedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, as with torch's DistributedSampler; the current one goes on where it is."""
         if epoch != self.epoch:
-            self.epoch, self.samples = epoch, 0
+            self.epoch, self.samples, self._drawn = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the same on every rank."""
-        return {name: getattr(self, name) for name in ("numel", "seed", "shuffle", "epoch", "samples")}
+        """The position: the same on every rank. Raises ConfigError behind a loop that was not followed."""
+        if self._drawn:
+            raise ConfigError(
+                "zs.ShardedSampler: expected a loop over sampler.follow(loader): a loader's workers draw ahead, so a run that "
+                "goes on from what was drawn would lose or repeat samples. Follow the loader, or save without the sampler."
+            )
+        return {name: getattr(self, name) for name in _POSITION}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise ConfigError where a position is one of another data set or order. `zs.load` asks before it changes anything."""
-        wanted = self.state_dict().keys()
-        if not isinstance(state, dict) or not wanted <= state.keys():
-            raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(wanted)}, got {state!r}.")
+        if not isinstance(state, dict) or not set(_POSITION) <= state.keys():
+            raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(_POSITION)}, got {state!r}.")
         for name in ("numel", "seed", "shuffle"):
             if state[name] != getattr(self, name):
                 raise ConfigError(
@@ -121,4 +132,4 @@ class ShardedSampler(Sampler[int]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position. Raises ConfigError where it is one of another data set or order."""
         self.check_state_dict(state)
-        self.epoch, self.samples = state["epoch"], state["samples"]
+        self.epoch, self.samples, self._drawn = state["epoch"], state["samples"], False

@@ -59,7 +59,16 @@ class StoredTensor:
     shape: tuple[int, ...]
 
     def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. bulk: later."""
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. bulk: later.
+
+        Raises OSError where it has no such elements: what lies behind them is another tensor's.
+        """
+        numel, stop = self.nbytes // self.dtype.itemsize, start + out.numel()
+        if not 0 <= start <= stop <= numel:
+            raise OSError(f"{self.path}: expected elements {start} to {stop} of a tensor, it has {numel}")
+        self._read(start, out, bulk)
+
+    def _read(self, start: int, out: Tensor, bulk: Bulk | None) -> None:
         if bulk is not None:
             bulk.add(self, start, out)
             return
@@ -108,13 +117,13 @@ class StoredColumns(StoredTensor):
 
     pitch: int
 
-    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
+    def _read(self, start: int, out: Tensor, bulk: Bulk | None) -> None:
         """As of a whole tensor of this shape, row by row."""
         done = 0
         while done < out.numel():
             row, column = divmod(start + done, self.shape[1])
             stop = min(done + self.shape[1] - column, out.numel())
-            StoredTensor.read(self, row * self.pitch + column, out[done:stop], bulk)
+            super()._read(row * self.pitch + column, out[done:stop], bulk)
             done = stop
 
     def write(self, start: int, source: Tensor) -> None:
@@ -153,19 +162,34 @@ def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
     return stored
 
 
-def prefixes_of(model: nn.Module) -> dict[int, str]:
-    """id of each module -> its name."""
-    return {id(module): prefix for prefix, module in model.named_modules()}
+def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
+    """id of each module -> its names, the first one first: it has several where it is registered more than once."""
+    found: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(prefix)
+    return found
 
 
-def names_of(prefixes: dict[int, str], spec: ParamSpec) -> list[str]:
+def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
     """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
-    names = [(f"{prefixes[id(o)]}.{a}" if prefixes[id(o)] else a, part_of(o, a)) for o, a in spec.owners]
+    names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
     return [name if part is None else whole_name(name) for name, part in names]
 
 
+def _buffers(model: nn.Module, stored: dict[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor | None]]:
+    """(name, buffer, where it is stored under any of its names) of every buffer once."""
+    found: dict[int, tuple[str, Tensor, StoredTensor | None]] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first, _, at = found.get(id(buffer), (name, buffer, None))
+        found[id(buffer)] = (first, buffer, stored.get(name) if at is None else at)
+    return list(found.values())
+
+
 def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape."""
+    """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape.
+
+    Buffers too: those that the model keeps in its state dict must be there; what is there of others must fit.
+    """
     found: dict[str, StoredTensor] = {}
     prefixes = prefixes_of(model)
     problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
@@ -179,6 +203,12 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTens
             problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
         else:
             found[spec.name] = at.cut(part)
+    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    for name, buffer, at in _buffers(model, stored):
+        if at is None and id(buffer) in kept:
+            problems[f"{name} (buffer) is missing.{did_you_mean(name, stored)}"] = None
+        elif at is not None and at.shape != tuple(buffer.shape):
+            problems[f"{name} (buffer): the file has {at.shape}, the model {tuple(buffer.shape)}"] = None
     if problems:
         raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
     return found
@@ -190,9 +220,9 @@ def stream(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, S
     runtime.comm.fence_write()
     for group, index, at in _found(runtime, found):
         _put(group, index, _read(group, index, at, None))
-    for name, buffer in runtime.model.named_buffers():
-        if name in stored:
-            buffer.copy_(_read_buffer(buffer, stored[name], None))
+    for _, buffer, at in _buffers(runtime.model, stored):
+        if at is not None:
+            buffer.copy_(_read_buffer(buffer, at, None))
     runtime.comm.fence_read()
 
 
@@ -202,7 +232,7 @@ def stage(
 ) -> Callable[[], None]:
     """The same in two steps: notes what is to be read; what is returned puts it into place when it has been (collective)."""
     values = [(group, index, _read(group, index, at, bulk)) for group, index, at in _found(runtime, found)]
-    buffers = [(b, _read_buffer(b, stored[name], bulk)) for name, b in runtime.model.named_buffers() if name in stored]
+    buffers = [(b, _read_buffer(b, at, bulk)) for _, b, at in _buffers(runtime.model, stored) if at is not None]
 
     @torch.no_grad()
     def put() -> None:

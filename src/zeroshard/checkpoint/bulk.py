@@ -44,6 +44,7 @@ class Bulk:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.files = folder, {folder / file.name: file for file in manifest.files}
         self.wanted: dict[Path, list[_Wanted]] = {}
+        self.delivered = 0  # bytes handed out
 
     def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
         """Note that elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
@@ -62,7 +63,7 @@ class Bulk:
         self.wanted = {}
 
     def _read_file(self, path: Path, wanted: list[_Wanted], engine: Engine, buffers: list[Tensor]) -> None:
-        entry = self.files[path]
+        entry, before = self.files[path], self.delivered
         try:
             file = open_file(path, entry.nbytes)
         except OffloadIOError as error:
@@ -79,6 +80,8 @@ class Bulk:
                 self._finish(file, entry, remaining, *under_way.popleft())
         finally:
             file.close()  # when the reads under way are done
+        noted = sum(each.end - each.begin for each in wanted)
+        assert self.delivered - before == noted, f"{path}: {self.delivered - before} of {noted} bytes"
 
     def _finish(
         self, file: File, entry: FileEntry, wanted: deque[_Wanted], begin: int, end: int, buffer: Tensor, handle: Handle
@@ -102,6 +105,7 @@ class Bulk:
             first, last = max(each.begin, begin), min(each.end, end)
             if first < last:
                 size = each.dtype.itemsize
+                self.delivered += last - first
                 values = window[first - begin : last - begin].view(each.dtype)
                 each.out[(first - each.begin) // size : (last - each.begin) // size].copy_(values)
         return buffer

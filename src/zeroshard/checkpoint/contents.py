@@ -31,11 +31,13 @@ from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime
 from ..tiles import Part, part_of, whole_name
 from ..unit import ParamGroup
+from ..weights import names_of, prefixes_of
 from .dcp import MAX_BLOB_NBYTES, storable
 
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (
     "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.",
 )  # fmt: skip
+EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,11 @@ class Contents:
         self.guarded.append(guarded)
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state, and not of a buffer that is called nearly so."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
 def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
     """(name of the whole parameter, which part of it) of each parameter of a group."""
     found = []
@@ -103,9 +110,9 @@ def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
 
 def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool) -> Contents:
     """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained."""
-    contents = Contents()
+    contents, prefixes = Contents(), prefixes_of(runtime.model)
     for group in runtime.groups:
-        _add_values(contents, runtime, group, frozen or group.trainable)
+        _add_values(contents, prefixes, group, frozen or group.trainable)
     if runtime.comm.rank == 0:
         _add_others(contents, runtime)
     if core is not None:
@@ -136,11 +143,9 @@ def _first(group: ParamGroup, index: int) -> bool:
     return group.comm.rank == 0 if numel == 0 else home.start == 0 and home.stop > 0
 
 
-def _add_values(contents: Contents, runtime: Runtime, group: ParamGroup, wanted: bool) -> None:
+def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: ParamGroup, wanted: bool) -> None:
     for index, (name, part) in enumerate(names_of_group(group)):
-        for owner, attribute in group.specs[index].owners[1:]:
-            alias = _name_in(runtime, owner, attribute)
-            contents.ties[alias if part is None else whole_name(alias)] = name
+        contents.ties |= {alias: name for alias in names_of(prefixes, group.specs[index]) if alias != name}
         if not wanted:
             contents.frozen.append((group, index))
             continue
@@ -152,11 +157,6 @@ def _add_values(contents: Contents, runtime: Runtime, group: ParamGroup, wanted:
         if home.stop > home.start or _first(group, index):
             guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
             contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
-
-
-def _name_in(runtime: Runtime, owner: Any, attribute: str) -> str:
-    prefix = next(name for name, module in runtime.model.named_modules() if module is owner)
-    return f"{prefix}.{attribute}" if prefix else attribute
 
 
 def _add_others(contents: Contents, runtime: Runtime) -> None:

@@ -28,11 +28,12 @@ from ..weights import SAFETENSORS_NAMES, StoredTensor, safetensors_header
 from . import dcp
 from .folder import sync
 from .opened import Opened
-from .opening import Alone, Untrusted, open_any
+from .opening import LOOKS, Alone, Untrusted, open_any, removed
 from .saving import write_error
 from .stored import Stored
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
+_METADATA = "__metadata__"  # a name that safetensors itself uses
 FORMATS = ("safetensors", "torch")
 _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
@@ -58,7 +59,7 @@ def export(
     dtype: torch.dtype | None = None,
     format: str = "safetensors",
     max_shard_nbytes: int = 5_000_000_000,
-    config: Mapping[str, Any] | str | os.PathLike | None = None,
+    config: Any = None,
     prefix: str = "",
     verify: bool = True,
 ) -> Exported:
@@ -73,8 +74,8 @@ def export(
         out: the folder (safetensors) or file (torch) to make; it must not exist, or be an empty folder.
         dtype: of floating-point tensors; None: as stored, which for parameters with fp32 masters is fp32.
         max_shard_nbytes: safetensors files hold no more than this, but one tensor at least.
-        config: a Hugging Face configuration, its file or the folder with it, for OUT/config.json; None: what the checkpoint
-            keeps under extra["hf_config"], if anything.
+        config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
+            the checkpoint keeps under extra["hf_config"], if anything.
         prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
         verify: first read everything and compare checksums.
 
@@ -86,11 +87,24 @@ def export(
     _check_arguments(dtype, format, max_shard_nbytes, config)
     target = _check_target(out, format)
     settings = None if config is None else _read_config(config)
-    opened = open_any(Alone(), path, name, verify=verify, values=False)
-    if prefix:
-        _narrow(opened, prefix)
+    for looks in range(LOOKS, 0, -1):
+        opened = open_any(Alone(), path, name, verify=verify, values=False)
+        if prefix:
+            _narrow(opened, prefix)
+        try:
+            return _write(opened, target, dtype, format, max_shard_nbytes, settings)
+        except CheckpointError:  # a run that goes on may have removed it meanwhile
+            if looks == 1 or not removed(Alone(), path, opened.path):
+                raise
+    raise AssertionError("the last look returns or raises")
+
+
+def _write(
+    opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int, settings: dict[str, Any] | None
+) -> Exported:
+    """All of an opened checkpoint under its name, or nothing."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
-        settings = _read_config(opened.shared_extras[CONFIG]())
+        settings = _kept_config(opened)
     exporting = _Exporting(opened, dtype, _read_objects(opened, format))
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(3)}.tmp")
     try:
@@ -133,6 +147,7 @@ def _check_target(out: str | os.PathLike, format: str) -> Path:
 
 def _read_config(config: Any) -> dict[str, Any]:
     """Raises ConfigError where it is no JSON object."""
+    config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if isinstance(config, Mapping):
         found: Any = dict(config)
         try:
@@ -148,6 +163,17 @@ def _read_config(config: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"zs.export: config: expected a JSON object in {path}, got a {type(found).__name__}.")
     return found
+
+
+def _kept_config(opened: Opened) -> dict[str, Any]:
+    """What the checkpoint keeps. Raises CheckpointError where it keeps an object, which nobody may run here."""
+    try:
+        return _read_config(opened.shared_extras[CONFIG]())
+    except Untrusted:
+        raise CheckpointError(
+            f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
+            f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
+        ) from None
 
 
 def _narrow(opened: Opened, prefix: str) -> None:
@@ -225,7 +251,7 @@ class _Exporting:
         """One file; its name."""
         for name, (dtype, _) in self.tensors.items():
             if not dcp.storable(dtype):
-                raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for; give dtype=.")
+                raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for{_way_on(dtype)}.")
         self._reserve(path.parent)
         offsets = dcp.make_state_dict_file(path, self.tensors, self.ties, self.objects)
         for name, (dtype, shape) in self.tensors.items():
@@ -237,7 +263,9 @@ class _Exporting:
         """A folder of files; their names."""
         for name, (dtype, _) in self.tensors.items():
             if dtype not in SAFETENSORS_NAMES:
-                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for; give dtype=.")
+                raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for{_way_on(dtype)}.")
+        if _METADATA in self.tensors.keys() | self.ties.keys():
+            raise ConfigError(f"zs.export: safetensors has no place for a tensor called {_METADATA!r}; use format='torch'.")
         folder.mkdir()
         self._reserve(folder)
         shards = self._shards(max_shard_nbytes)
@@ -274,7 +302,7 @@ class _Exporting:
             probe.unlink(missing_ok=True)
 
     def _shards(self, max_nbytes: int) -> list[list[str]]:
-        """Names by file, in the order of the model."""
+        """Names by file, in the order of the checkpoint: ours has them sorted."""
         shards: list[list[str]] = [[]]
         nbytes = 0
         for name in self.tensors:
@@ -304,6 +332,12 @@ class _Exporting:
             except OSError as error:
                 raise CheckpointError(f"zs.export: {name} can not be read: {error}") from error
             target.write(start, part)
+
+
+def _way_on(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "; give dtype="
+    return "; use format='torch'" if dcp.storable(dtype) else ""
 
 
 def _write_json(path: Path, value: Any) -> None:

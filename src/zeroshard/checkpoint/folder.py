@@ -3,7 +3,8 @@
     runs/7/                         a root
       step-00000100/                complete: manifest.json, .metadata, rank-00000.distcp, ...
       step-00000200/
-      latest                        the name of the one saved last, one line; if it is missing or wrong, the newest counts
+      latest                        the name of the one saved last; while the next one gets its name, a second line has that of
+                                    the one before. If it is missing or wrong, the newest counts
       .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
 
 A draft becomes a checkpoint by one rename. Replacing one of the same name first moves that to `.NAME.TOKEN.old`, which
@@ -21,13 +22,13 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from errno import EACCES, EAGAIN
+from errno import EACCES, EAGAIN, EEXIST, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound
 from ..machine import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
@@ -35,6 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
 _EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # as they were called before; only what has a lock is one
+_BOTH = "latest-two"  # in a draft: `latest` until the draft has its name
 _HEAD_NBYTES = 1 << 16  # of a manifest: what stands before its lists
 _UNLOCKED_S = 24 * 3600.0  # where there are no locks, what nobody has touched for so long is left over
 _said: set[int] = set()  # filesystems (st_dev) that were said to have no locks
@@ -48,6 +50,21 @@ def step_name(step: int) -> str:
 def valid_name(name: str) -> bool:
     """Whether a name can be that of a checkpoint."""
     return bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
+
+
+def check_free(root: Path, name: str, overwrite: bool) -> None:
+    """Raise CheckpointError where a checkpoint of this name has no place: it exists, or something else does."""
+    target = root / name
+    if not target.exists():
+        return
+    if not (target / MANIFEST).is_file():
+        raise CheckpointError(f"{target} exists and is no checkpoint, so nothing replaces it; save with another step or name.")
+    if not overwrite:
+        raise _taken(target)
+
+
+def _taken(target: Path) -> CheckpointError:
+    return CheckpointError(f"{target} exists; save with overwrite=True, another step or name.")
 
 
 def sync(path: Path) -> None:
@@ -115,26 +132,30 @@ class Draft:
                 file=sys.stderr,
             )
 
-    def publish(self) -> Path:
-        """Give the complete checkpoint its name, for good, and point `latest` to it. Raises OSError, with nothing changed.
+    def publish(self, overwrite: bool = False) -> Path:
+        """Give the complete checkpoint its name, for good, and point `latest` to it. With nothing changed it raises OSError,
+        or CheckpointError: another save may have taken the name meanwhile.
 
-        The pointer comes first: as long as there is no checkpoint of that name it is as good as none, and one rename makes
-        both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
+        The pointer comes first, with the one before on a second line: as long as there is no checkpoint of the new name that
+        counts, and one rename makes both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
         """
+        check_free(self.root, self.name, overwrite)
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
         pointer, replaces = self.root / LATEST, target.exists()
-        before = pointer.read_bytes() if pointer.is_file() else None
+        before, counts = _bytes_of(pointer), _pointed(self.root, complete(self.root))
         write_whole(self.path / LATEST, f"{self.name}\n".encode())
         try:
             if replaces:
                 os.rename(target, old)
             else:
-                os.replace(self.path / LATEST, pointer)
+                write_whole(self.path / _BOTH, "".join(f"{name}\n" for name in (self.name, counts) if name).encode())
+                os.replace(self.path / _BOTH, pointer)
             os.rename(self.path, target)
-            if replaces:
-                os.replace(target / LATEST, pointer)
+            os.replace(target / LATEST, pointer)
             sync(self.root)
-        except OSError:
+        except OSError as error:
+            if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # a save elsewhere, to which `latest` points rightly
+                raise _taken(target) from error
             self._take_back(target, old, before)
             raise
         shutil.rmtree(old, ignore_errors=True)
@@ -151,7 +172,7 @@ class Draft:
                 os.rename(old, target)
             if pointed is None:
                 (self.root / LATEST).unlink(missing_ok=True)
-            elif (self.root / LATEST).read_bytes() != pointed:
+            elif _bytes_of(self.root / LATEST) != pointed:
                 write_whole(self.root / LATEST, pointed)
 
     def discard(self) -> None:
@@ -291,12 +312,21 @@ def find(where: Path, name: str | None = None) -> Path:
         drafts = sum(bool(_DRAFT.fullmatch(path.name)) for path in where.iterdir()) if where.is_dir() else 0
         state = f"only {drafts} unfinished ones" if drafts else "none" if where.is_dir() else "no such folder"
         raise CheckpointNotFound(f"{where}: expected a folder with a complete checkpoint, found {state}.")
+    return present[_pointed(where, present) or next(reversed(present))]
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """Of a file; None where there is none."""
+    return path.read_bytes() if path.is_file() else None
+
+
+def _pointed(root: Path, present: Mapping[str, Path]) -> str:
+    """The first name in `latest` that a complete checkpoint has; "" where none has."""
     try:
-        pointed = (where / LATEST).read_text().strip()
+        names = (root / LATEST).read_bytes().decode(errors="replace").split()
     except OSError:
-        pointed = ""
-    newest = next(reversed(present))
-    return present.get(pointed, present[newest])
+        names = []
+    return next((name for name in names if name in present), "")
 
 
 def previous(path: Path) -> Path | None:
@@ -307,11 +337,18 @@ def previous(path: Path) -> Path | None:
 
 
 def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
-    """Remove complete checkpoints but `saved`, the newest `keep_last - 1` others, and those that `keep`; the names removed."""
+    """Remove complete checkpoints but `saved`, `keep_last - 1` others, and those that `keep`; the names removed.
+
+    Those others are the newest up to the step of `saved`, to which a run can fall back, and then the newest beyond it, which it
+    left behind when it went back to an earlier one.
+    """
     if keep_last is None:
         return []
     removed = []
-    others = [(name, path) for name, path in complete(root).items() if name != saved]
+    present = complete(root)
+    steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
+    others = [(name, path) for name, path in present.items() if name != saved and name in steps]
+    others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # and still by age
     for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):
             scratch = _draft_path(root, name, secrets.token_hex(3))  # invisible at once; if this is killed the next save goes on

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from .manifest import Manifest
 from .opening import Alone, agreed, check_digests, check_sizes, owner_of
 
 HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # a manifest that says other things than it must
 _LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
 
 
@@ -92,9 +93,10 @@ def _complete(where: Path) -> dict[str, Path]:
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:
     """One of ours; None where it is gone by now."""
-    manifest, checksums, damage = None, HOLD if verify else UNCHECKED, ""
+    found, checksums, damage = _unknown(folder), HOLD if verify else UNCHECKED, ""
     try:
         manifest = Manifest.read(folder)
+        found = _described(folder, manifest)
         check_sizes(folder, manifest)
         if verify:
             check_digests(folder, manifest)
@@ -102,8 +104,18 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         if not (folder / places.MANIFEST).exists():
             return None
         checksums, damage = DAMAGED if isinstance(error, CheckpointCorrupt) else UNREADABLE, str(error)
-    if manifest is None:
-        return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, _files(folder), checksums, damage, {}, {})
+    except _MALFORMED as error:
+        what = f"{type(error).__name__}: {error}"
+        checksums, damage = UNREADABLE, f"{folder / places.MANIFEST} is no manifest of this version: {what}"
+    return replace(found, checksums=checksums, damage=damage)
+
+
+def _unknown(folder: Path) -> Inspection:
+    return Inspection(str(folder), "zeroshard", -1, 0, 0, 0, {}, _files(folder), "", "", {}, {})
+
+
+def _described(folder: Path, manifest: Manifest) -> Inspection:
+    """All that a manifest tells."""
     facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
     shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
     model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
@@ -118,8 +130,8 @@ def _inspect(folder: Path, verify: bool) -> Inspection | None:
         optimizer_tensors=len(states),
         kinds=_kinds(model, states, manifest.nbytes),
         files={file.name: file.nbytes for file in manifest.files},
-        checksums=checksums,
-        damage=damage,
+        checksums="",
+        damage="",
         facts=facts,
         ties=manifest.ties,
         extras=tuple(sorted(extras)),

@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ from . import contents as holding
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
-from .opening import agreed, hinted, open_any
+from .opening import LOOKS, agreed, hinted, open_any, removed
 from .saving import check_idle, core_of
 from .stored import Reading, Stored
+from .together import raise_first, telling
 
-EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
@@ -60,7 +61,7 @@ Ready = tuple[Callable[[], None], Callable[[], None]]  # put values, and optimiz
 
 @dataclass
 class Loaded:
-    """What `zs.load` found. extra: what was saved under `extra`, by name. rng: 'restored', 'reseeded' or 'left'."""
+    """What `zs.load` found. extra: what was saved under `extra`, by name, but what needs `trusted=True`. rng: 'restored', 'reseeded' or 'left'."""
 
     path: Path
     step: int
@@ -97,39 +98,71 @@ def load(
             or where states rest on another tier. False: compare sizes alone.
         rng: restore random generators: exactly at the same number of ranks; else every rank is seeded anew from what rank 0
             had, and `Loaded.rng` says so.
-        trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code.
+        trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
+            asked for is refused, and others are left unread, which a line on stderr says.
 
     Raises:
         CheckpointNotFound: no complete checkpoint there.
         CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
         CheckpointMismatch: of another architecture or optimizer; all differences. Nothing was changed.
         BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
+        ConfigError: ranks call it differently.
         ConfigError, CheckpointError: an object of `extra` refuses its state, on any rank: which, and why. If only its
             `load_state_dict` finds out, all else has been loaded.
     """
-    runtime = runtime_of(model)
-    core = core_of(runtime, optimizer, "zs.load")
-    check_idle(runtime, "zs.load")
+    if torch.is_inference_mode_enabled():  # states made there could not be changed by any step
+        with torch.inference_mode(False), torch.no_grad():
+            return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted)
+    runtime, wanted = runtime_of(model), extra or {}
+    core = _agree(runtime, path, optimizer, name, verify)
+    _await_save(runtime)
     runtime.before_change()
-    comm = runtime.comm
-    if verify not in (True, False, "before"):
-        raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
     in_bulk = lambda manifest: verify is True and _stages(runtime, core, manifest)  # noqa: E731
-    opened = open_any(comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
-    loading = _Loading(runtime, core, opened)
-    extras = agreed(comm, "zs.load: comparing", lambda: loading.compare(extra or {}), opened.path)
-    loading.check_base()
-    ready = loading.stage()
-    try:
-        loading.take(ready)
-    except BaseException as error:
-        runtime.unusable = f"{opened.path} could not be loaded to its end ({error}): load a checkpoint again before you go on."
-        if not isinstance(error, ZeroshardError):
-            comm.abort(f"rank {comm.rank}: {error}", CheckpointError(runtime.unusable))
-        raise
-    runtime.unusable = ""
-    how = agreed(comm, "zs.load: done", lambda: loading.finish(extra or {}, extras, rng))
+    for looks in range(LOOKS, 0, -1):
+        opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
+        loading = _Loading(runtime, core, opened)
+        try:
+            extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
+            loading.check_base()
+            loading.put()
+            break
+        except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
+            if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
+                raise
+    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(opened.path, opened.step, opened.facts, extras, how)
+
+
+def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any) -> OptimizerCore | None:
+    """All ranks ask for the same, and for what can be; the optimizer's core (collective)."""
+    core, mine, problem = None, {}, None
+    try:
+        core = core_of(runtime, optimizer, "zs.load")
+        check_idle(runtime, "zs.load")
+        if verify not in (True, False, "before"):
+            raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
+        given = None if optimizer is None else "given"
+        mine = {"path": os.path.abspath(os.fspath(path)), "optimizer": given, "name": name, "verify": verify}
+    except Exception as error:
+        problem = telling(error, "zs.load", runtime.comm.rank)
+    everyone = [pickle.loads(part) for part in runtime.comm.exchange(pickle.dumps((problem, mine)), "zs.load: begin")]
+    raise_first([theirs for theirs, _ in everyone], runtime.comm.rank, problem)
+    first = everyone[0][1]
+    for rank, (_, other) in enumerate(everyone):
+        if other != first:
+            what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
+            raise ConfigError(f"zs.load: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
+    return core
+
+
+def _await_save(runtime: Runtime) -> None:
+    """What this model saves in the background is complete, or has failed: the next save tells that (collective)."""
+    last = runtime.saver.last if runtime.saver is not None else None
+    if last is not None and not last.told:
+        try:
+            last.wait()
+        except CheckpointError:
+            last.told = False
 
 
 def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
@@ -235,7 +268,7 @@ class _Loading:
             if id(value) in params or not isinstance(value, Tensor):
                 continue
             used.add(name)
-            if name.endswith(EXTRA_STATE):  # a tensor of any shape, today
+            if holding.is_extra_state(name):  # a tensor of any shape, today
                 continue
             if name not in model:
                 missing.append(f"{name} {tuple(value.shape)} (buffer)")
@@ -349,8 +382,10 @@ class _Loading:
         return mine
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Saved extras by name: all of them. Raises where one that is wanted is missing, or is of other ranks."""
-        found = self.opened.extras
+        """Saved extras by name. Raises where one that is wanted is missing, is not to be read unasked, or is of other ranks."""
+        found, unread = self.opened.extras, self.opened.unread
+        for name in sorted(wanted.keys() & unread.keys()):
+            raise unread[name]
         for name in sorted(wanted.keys() & self.opened.per_rank):
             raise CheckpointMismatch(
                 f"extra[{name!r}] was saved by {self.opened.facts['world_size']} ranks, each with a state of its own, and "
@@ -369,6 +404,10 @@ class _Loading:
                     check(found[name])
                 except Exception as error:
                     raise self._refused(name, error, "nothing was changed") from error
+        left = sorted(unread if self.comm.rank == 0 else unread.keys() - self.opened.shared_extras.keys())
+        if left:
+            what = f"extra {', '.join(left)} of rank {self.comm.rank}"
+            print(f"zeroshard: {self.opened.path}: left {what} unread, which needs trusted=True", file=sys.stderr)
         return found
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
@@ -379,6 +418,26 @@ class _Loading:
         return kind(f"zs.load: extra[{name!r}] did not take its state from {self.opened.path}{who}: {what} ({state})")
 
     # -- take ------------------------------------------------------------------------------------------------
+
+    def put(self) -> None:
+        """Read everything and bring it into place (collective). After an error in place the model refuses to run."""
+        ready = self.stage()
+        try:
+            self.take(ready)
+        except BaseException as error:
+            ours, alone = isinstance(error, ZeroshardError), self.comm.world_size == 1
+            what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
+            remedy = "load a checkpoint again before you go on" if ours or alone else "the ranks ended with it; start them again"
+            self.runtime.unusable = f"{self.opened.path} could not be loaded to its end ({what}): {remedy}."
+            if ours:  # on every rank
+                raise
+            told = CheckpointError(self.runtime.unusable)
+            if not alone:
+                self.comm.abort(f"rank {self.comm.rank}: {what}", told)
+            if isinstance(error, Exception):
+                raise told from error
+            raise
+        self.runtime.unusable = ""
 
     @torch.no_grad()
     def take(self, ready: Ready | None) -> None:
@@ -391,7 +450,7 @@ class _Loading:
         reading = Reading()
         put_values, put_states = ready or self._one_by_one(reading)
         put_values()
-        self._take_extra_state(reading)
+        refused = self._take_extra_state(reading)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
@@ -401,10 +460,14 @@ class _Loading:
                 taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken})
         self._take_own()
-        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(reading.error), "zs.load: read")]
-        for rank, error in enumerate(everyone):
+        mine = (reading.error, None if refused is None else str(refused))
+        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(mine), "zs.load: read")]
+        for rank, (error, _) in enumerate(everyone):
             if error is not None:
                 raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error
+        for rank, (_, words) in enumerate(everyone):
+            if words is not None:
+                raise refused if refused is not None and rank == self.comm.rank else CheckpointError(words)
 
     def _one_by_one(self, reading: Reading) -> Ready:
         states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
@@ -425,17 +488,29 @@ class _Loading:
         agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run), self.opened.path)
         return ready
 
-    def _take_extra_state(self, reading: Reading) -> None:
-        """What modules keep in state dicts besides parameters and buffers."""
+    def _take_extra_state(self, reading: Reading) -> CheckpointError | None:
+        """What modules keep in state dicts besides parameters and buffers; what the first that does not take it raised."""
+        refused = None
         for prefix, module in self.runtime.model.named_modules():
-            key = f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
+            key = f"{prefix}.{holding.EXTRA_STATE}" if prefix else holding.EXTRA_STATE
             if key in self.opened.model:
                 (stored,) = reading.guard({key: self.opened.model[key]}).values()
                 value = torch.empty(stored.shape, dtype=stored.dtype)
                 stored.read(0, value.view(-1))
-                module.set_extra_state(value)
             elif key in self.opened.module_objects:
-                module.set_extra_state(self.opened.module_objects[key])
+                value = self.opened.module_objects[key]
+            else:
+                continue
+            try:
+                if reading.error is None:
+                    module.set_extra_state(value)
+            except Exception as error:
+                if refused is None:
+                    where = f"{prefix or 'the model'} ({type(module).__name__}.set_extra_state) on rank {self.comm.rank}"
+                    what = f"{where} did not take its state: {type(error).__name__}: {error}"
+                    refused = CheckpointError(f"{self.opened.path}: {what}")
+                    refused.__cause__ = error
+        return refused
 
     def _take_own(self) -> None:
         runtime, own = self.runtime, self.opened.progress

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from .datafile import DIGEST_NBYTES, FileLayout, digest_count
 from .folder import MANIFEST, sync, write_whole
 from .identity import Identity
 
-VERSION = 1
+FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
+_FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank", "time", "zeroshard", "torch")
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class Manifest:
     def to_json(self) -> bytes:
         """The file's content: its last entry is the XXH3-64 of all before it."""
         body = {
-            "format": "zeroshard-checkpoint",
+            "format": FORMAT,
             "version": VERSION,
             **self.facts,
-            "digest": "xxh3-64",
+            "digest": DIGEST,
             "digest_nbytes": DIGEST_NBYTES,
             "files": [asdict(file) for file in self.files],
             "tensors": {
@@ -102,7 +103,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointCorrupt, CheckpointError (a version of tomorrow), FileNotFoundError."""
+        """Raises CheckpointCorrupt, CheckpointError (another format, a version of tomorrow), FileNotFoundError."""
         path = folder / MANIFEST
         content = path.read_bytes()
         text, _, tail = content.decode("utf-8", errors="replace").rpartition(',"checksum":"')
@@ -110,10 +111,17 @@ class Manifest:
         if tail != f'{actual}"}}\n':
             ending = re.fullmatch('([0-9a-f]{16})"}\n', tail)
             raise CheckpointCorrupt(str(path), 0, f"checksum {ending[1] if ending else 'at its end'}", f"checksum {actual}")
-        body = json.loads(content)
-        if body.pop("version") > VERSION:
-            raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
-        body.pop("checksum"), body.pop("digest"), body.pop("digest_nbytes"), body.pop("format")
+        try:
+            found = cls._of(path, json.loads(content))
+            _check_places(path, found)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{path}: what it says is not what its format asks for: {what}") from error
+        return found
+
+    @classmethod
+    def _of(cls, path: Path, body: dict[str, Any]) -> Manifest:
+        _check_kind(path, body)
         files = [FileEntry(f["name"], f["nbytes"], tuple(f["digests"])) for f in body.pop("files")]
         for file in files:  # a file with too few would pass for checked
             if len(file.digests) != digest_count(file.nbytes):
@@ -130,6 +138,49 @@ class Manifest:
     def nbytes(self) -> int:
         """Of all data files."""
         return sum(file.nbytes for file in self.files)
+
+
+def _check_kind(path: Path, body: dict[str, Any]) -> None:
+    """Take what says how to read the rest out of a manifest. Raises CheckpointError where that is not as here."""
+    body.pop("checksum")
+    form, version = body.pop("format"), body.pop("version")
+    if form != FORMAT:
+        raise CheckpointError(f"{path}: format: expected {FORMAT!r}, got {form!r}: something else wrote it.")
+    if version > VERSION:
+        raise CheckpointError(f"{path}: written by a newer version of zeroshard; update it to read this checkpoint.")
+    digest = (body.pop("digest"), body.pop("digest_nbytes"))
+    if digest != (DIGEST, DIGEST_NBYTES):
+        raise CheckpointError(f"{path}: digest, digest_nbytes: expected {DIGEST} of {DIGEST_NBYTES:,} bytes each, got {digest}.")
+    absent = [key for key in _FACTS if key not in body]
+    if absent:
+        raise CheckpointError(f"{path}: {', '.join(absent)}: missing, and a checkpoint can not be understood without.")
+
+
+def _check_places(path: Path, manifest: Manifest) -> None:
+    """Raise CheckpointCorrupt where something lies outside its file, or boxes do not have the elements of their tensor."""
+    files = manifest.files
+
+    def check(name: str, file: int, offset: int, nbytes: int, begin: int, end: int) -> None:
+        if not 0 <= file < len(files):
+            raise CheckpointCorrupt(str(path), 0, f"{name} in one of {len(files)} files", f"file {file}")
+        if not (0 <= offset <= begin <= end <= offset + nbytes <= files[file].nbytes):
+            where = f"{name} within the {files[file].nbytes:,} bytes of {files[file].name}"
+            raise CheckpointCorrupt(str(path), 0, where, f"bytes {begin} to {end}, in a stretch of {nbytes} at {offset}")
+
+    for file in files:
+        if Path(file.name).name != file.name:
+            raise CheckpointCorrupt(str(path), 0, "names of files in its folder", repr(file.name))
+    for name, value in manifest.objects.items():
+        check(name, value.file, value.offset, value.nbytes, value.offset, value.offset + value.nbytes)
+    for name, entry in manifest.tensors.items():
+        shape, covered = torch.Size(entry.shape), 0
+        for at in entry.boxes:
+            covered += at.box.numel
+            check(name, at.file, at.offset, at.nbytes, at.data, at.data + at.box.numel * entry.dtype.itemsize)
+            if not all(0 <= o <= o + s <= n for o, s, n in zip(at.box.offsets, at.box.sizes, shape, strict=True)):
+                raise CheckpointCorrupt(str(path), 0, f"boxes of {name} within {entry.shape}", str(at.box))
+        if covered != shape.numel() or not entry.boxes:
+            raise CheckpointCorrupt(str(path), 0, f"boxes of the {shape.numel():,} elements of {name}", f"of {covered:,}")
 
 
 def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
@@ -171,11 +222,16 @@ def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write `.metadata` and then `manifest.json`, for good."""
+    """Write `.metadata` and then `manifest.json`, for good. To DCP each name of a tied parameter is a tensor, of the same blobs."""
     files = [file.name for file in manifest.files]
+    aliases = {
+        f"model.{alias}": replace(manifest.tensors[f"model.{first}"], keys=("model", alias))
+        for alias, first in manifest.ties.items()
+        if f"model.{first}" in manifest.tensors  # else it is not trained, and was left out
+    }
     tensors = (
         (name, t.keys, t.dtype, t.shape, [(b.box, files[b.file], b.offset, b.nbytes) for b in t.boxes])
-        for name, t in manifest.tensors.items()
+        for name, t in {**manifest.tensors, **aliases}.items()
     )
     objects = ((n, _keys(n), files[o.file], o.offset, o.nbytes) for n, o in manifest.objects.items())
     dcp.write_metadata(folder / ".metadata", tensors, objects)

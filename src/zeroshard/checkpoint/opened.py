@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import CheckpointError
 from ..weights import StoredTensor
 from .bulk import Bulk
 from .stored import Stored
@@ -43,6 +44,7 @@ class Opened:
     module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
     progress: dict[str, Any] | None = None  # steps taken, loss scale
     extras: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras of this rank that only trusted=True reads, and why
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
     per_rank: frozenset[str] = frozenset()
     bulk: Bulk | None = None  # through which tensors are to be read; None: one by one

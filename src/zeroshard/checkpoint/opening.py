@@ -28,6 +28,7 @@ from .opened import Opened
 from .stored import Stored, stored_tensors
 from .together import together
 
+LOOKS = 5  # how often the next checkpoint is taken where one is removed while it is read
 _READ_NBYTES = 4 << 20
 T = TypeVar("T")
 
@@ -73,18 +74,26 @@ def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLik
     return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
 
 
-def open_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> tuple[Path, Manifest]:
-    """The checkpoint that rank 0 finds, and its manifest (collective)."""
+def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> Path:
+    """The folder of the checkpoint that rank 0 finds (collective)."""
     found: Path | None = None
 
     def find() -> None:
         nonlocal found
         if comm.rank == 0:
-            found = places.find(Path(path), name)
+            try:
+                found = places.find(Path(path), name)
+            except CheckpointNotFound:  # a listing may have what has just been removed, and not what has just come
+                found = places.find(Path(path), name)
 
     agreed(comm, "zs.load: find", find, path)
-    folder = pickle.loads(comm.exchange(pickle.dumps(found), "zs.load: which")[0])
-    return folder, agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
+    return pickle.loads(comm.exchange(pickle.dumps(found), "zs.load: which")[0])
+
+
+def removed(comm: Comm | Alone, path: str | os.PathLike, folder: Path) -> bool:
+    """Whether what was found in a folder of checkpoints is gone: a run that saves there removes older ones (collective)."""
+    gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
+    return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
 
 
 def hinted(folder: Path, action: Callable[[], T]) -> T:
@@ -144,7 +153,7 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     """(file, number) of every block with bytes of objects, or of tensors of one element or none."""
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
-        if torch.Size(entry.shape).numel() <= 1 or name.endswith("_extra_state"):
+        if torch.Size(entry.shape).numel() <= 1 or holding.is_extra_state(name):
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
     return {
         (manifest.files[file].name, number)
@@ -226,6 +235,8 @@ def open_any(
 ) -> Opened:  # fmt: skip
     """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
 
+    Where a run removes what was found while it is looked at, the next is taken.
+
     bulk: whether tensors will be read by `Opened.bulk`, which verifies them: then they are not read beforehand.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
@@ -241,7 +252,21 @@ def open_any(
     where = pickle.loads(comm.exchange(pickle.dumps(foreign), "zs.load: what is it")[0])
     if where is not None:
         return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
-    folder, manifest = open_checkpoint(comm, path, name)
+    for looks in range(LOOKS, 0, -1):
+        folder = find_checkpoint(comm, path, name)
+        try:
+            return _open_found(comm, folder, verify, trusted, values, bulk)
+        except CheckpointError:
+            if looks == 1 or not removed(comm, path, folder):
+                raise
+    raise AssertionError("the last look returns or raises")
+
+
+def _open_found(
+    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool, bulk: Callable[[Manifest], bool]
+) -> Opened:
+    """One of ours, checked (collective)."""
+    manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
     ranks = (comm.rank, comm.world_size)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
     in_bulk = verify and bulk(manifest)
@@ -305,10 +330,11 @@ def _add_values(opened: Opened, manifest: Manifest, rank: int, world_size: int, 
             opened.states.setdefault(parameter, {})[key] = read(name)
         elif name.startswith(holding.EXTRA):
             stem, owner = owner_of(name, manifest.facts)
-            if owner is None:
-                opened.extras[stem] = opened.shared_extras[stem]()
-            elif same and owner == rank:
-                opened.extras[stem] = read(name)
+            if owner is None or (same and owner == rank):
+                try:
+                    opened.extras[stem] = read(name)
+                except Untrusted as error:  # nobody may have asked for it
+                    opened.unread[stem] = error
     opened.module_objects = {name: reader() for name, reader in opened.module_readers.items()}
 
 

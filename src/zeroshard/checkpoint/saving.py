@@ -74,11 +74,12 @@ def save(
         keep_last: remove older checkpoints but so many (this one counts). keep_every: but keep those of steps that are a
             multiple of it.
         trained_only: leave out parameters that are not trained, and record what they were; None: if there are any.
-        overwrite: replace a checkpoint of this name.
+        overwrite: replace a checkpoint of this name; what is no checkpoint is never replaced.
 
     Raises:
         CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
-        CheckpointError: a checkpoint of this name exists; the last asynchronous save failed, or (if_busy) is under way.
+        CheckpointError: a checkpoint of this name exists; `path` is a checkpoint itself; the last asynchronous save failed, or
+            (if_busy) is under way.
         ConfigError: ranks call it differently; a value has no place in a checkpoint; `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
@@ -204,9 +205,10 @@ def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
         try:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(ENOTDIR, "")
+            if (root / places.MANIFEST).is_file():
+                raise CheckpointError(f"{root} is a checkpoint itself; save into the folder that holds it: {root.parent}.")
             places.sweep(root)
-            if (root / plan.name).exists() and not plan.overwrite:
-                raise CheckpointError(f"{root / plan.name} exists; save with overwrite=True, another step or name.")
+            places.check_free(root, plan.name, plan.overwrite)
             made.append(places.Draft(root, plan.name))
         except OSError as error:
             raise write_error(root, error.errno or EIO, 0, "zs.save: making the folder") from error

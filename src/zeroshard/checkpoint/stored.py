@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 
 from ..boxes import Box
+from ..errors import CheckpointCorrupt
 from ..tiles import Part
 from ..weights import Bulk, StoredTensor
+from .folder import MANIFEST
 from .manifest import Manifest
 
 
@@ -87,9 +91,12 @@ class StoredPart:
 
     def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
         """As of a whole tensor of this shape."""
+        numel, stop = math.prod(self.shape), start + out.numel()
+        if not 0 <= start <= stop <= numel:
+            raise OSError(f"expected elements {start} to {stop} of a tensor, it has {numel}")
         box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
         for at, within, count in box.rows(self.whole.shape):
-            first, last = max(within, start), min(within + count, start + out.numel())
+            first, last = max(within, start), min(within + count, stop)
             if first < last:
                 place = out[first - start : last - start]
                 self.whole.read(at + first - within, place) if bulk is None else self.whole.read(at + first - within, place, bulk)
@@ -127,7 +134,7 @@ class _Guarded:
 
 
 def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
-    """Every tensor of a checkpoint of ours, by its name there."""
+    """Every tensor of a checkpoint of ours, by its name there. Raises CheckpointCorrupt where boxes overlap."""
     paths = [folder / file.name for file in manifest.files]
     found = {}
     for name, entry in manifest.tensors.items():
@@ -135,5 +142,9 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
         for stored in entry.boxes:
             nbytes = stored.box.numel * entry.dtype.itemsize
             boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
-        found[name] = StoredBoxes.of(entry.dtype, entry.shape, boxes)
+        found[name] = tensor = StoredBoxes.of(entry.dtype, entry.shape, boxes)
+        for (at, _, count, _), (then, *_) in pairwise(tensor.stretches):  # so many elements as it has, says the manifest
+            if at + count != then:
+                found_there = f"element {min(at + count, then)} {'twice' if then < at + count else 'not'}"
+                raise CheckpointCorrupt(str(folder / MANIFEST), 0, f"every element of {name} once", found_there)
     return found

@@ -302,7 +302,7 @@ class Writing:
             listing.write(self.folder, listing.join([json.loads(name.read_bytes()) for name in names], self._facts()))
             for name in names:
                 name.unlink()
-            self.draft.publish()
+            self.draft.publish(self.plan.overwrite)
         try:
             places.prune(Path(self.plan.root), self.plan.name, self.plan.keep_last, self._keeps)
         except Exception as error:  # this checkpoint is complete nevertheless
