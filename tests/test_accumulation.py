@@ -5,6 +5,7 @@ the mean in rank order and adds it to what was reduced before; a step reduces wh
 Ranks use different branches of the network, so parameters come and go. Sequences are drawn by hypothesis.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -193,3 +194,203 @@ def test_the_orders_that_people_use(words):
         sequence.append((action, BOTH))
         rest = rest[len(action) :].lstrip()
     check(sequence)
+
+
+# -- what else looks at gradients that are held back ---------------------------------------------------------------
+
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def small(stage: int, **options):
+    """A sharded copy of the model; SGD with lr 1, so that a step subtracts the gradient."""
+    model = copy.deepcopy(MODEL)
+    return zs.shard(model, torch.optim.SGD(model.parameters(), lr=1.0), stage=stage, **options)
+
+
+def hold(model, rank: int) -> None:
+    for number in range(2):
+        model(INPUTS[number][rank], (0, 2)).backward()
+
+
+def held_back(rank: int, stage: int):
+    model, optimizer = small(stage)
+    with zs.accumulate(model):
+        hold(model, rank)
+    return model, optimizer
+
+
+def held_gradients() -> dict:
+    """What `hold` leaves: the mean over ranks of the sums of both backwards."""
+    model = copy.deepcopy(MODEL)
+    for number in range(2):
+        for rank in range(WORLD):
+            (model(INPUTS[number][rank], (0, 2)) / WORLD).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def stepped(factor: float = 1.0) -> dict:
+    """The weights after one step with `factor` times these gradients."""
+    grads = held_gradients()
+    return {n: v if grads[n] is None else v - factor * grads[n] for n, v in MODEL.state_dict().items()}
+
+
+def close(got: dict, wanted: dict) -> None:
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert (got[name] is None) == (value is None), name
+        if value is not None:
+            torch.testing.assert_close(got[name], value, msg=name)
+
+
+@ALL_STAGES
+def test_gradients_held_back_are_clipped(stage):
+    norm = torch.stack([g.square().sum() for g in held_gradients().values() if g is not None]).sum().sqrt()
+
+    def run(rank):
+        model, optimizer = held_back(rank, stage)
+        found = zs.clip_grad_norm_(model, float(norm) / 4)
+        optimizer.step()
+        torch.testing.assert_close(found, norm)
+        assert optimizer.last_step.grad_norm == pytest.approx(float(norm), rel=1e-5) and not optimizer.last_step.skipped
+        return zs.full_state_dict(model)
+
+    for state in run_threads(WORLD, run):
+        close(state, stepped(0.25))
+
+
+@ALL_STAGES
+def test_gradients_held_back_are_among_the_full_ones(stage):
+    def run(rank):
+        model, optimizer = held_back(rank, stage)
+        gradients = zs.full_gradients(model)
+        optimizer.step()
+        return gradients, zs.full_state_dict(model)
+
+    for gradients, state in run_threads(WORLD, run):
+        close(gradients, held_gradients())
+        close(state, stepped())
+
+
+@ALL_STAGES
+def test_a_step_inside_accumulate_uses_what_is_held_back(stage):
+    def run(rank):
+        model, optimizer = small(stage)
+        with zs.accumulate(model):
+            model(INPUTS[3][rank], (1,)).backward()
+            optimizer.zero_grad()  # which does not make the next ones unknown
+            hold(model, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [zs.full_state_dict(model)]
+            hold(model, rank)
+        optimizer.step()
+        return [*states, zs.full_state_dict(model)]
+
+    def plain(rank):
+        model, optimizer = small(stage)
+        for _ in range(2):
+            optimizer.zero_grad()
+            hold(model, rank)
+            optimizer.step()
+        return zs.full_state_dict(model)
+
+    wanted = run_threads(WORLD, plain)[0]
+    for once, twice in run_threads(WORLD, run):
+        close(once, stepped())
+        close(twice, wanted)
+
+
+@ALL_STAGES
+def test_zero_grad_that_leaves_zeros_drops_what_is_held_back(stage):
+    def run(rank):
+        model, optimizer = held_back(rank, stage)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        return zs.full_state_dict(model)
+
+    for state in run_threads(WORLD, run):
+        close(state, MODEL.state_dict())
+
+
+# -- weighted means ------------------------------------------------------------------------------------------------
+
+WEIGHED = {  # backwards of each rank: a weight, or None for a plain one
+    "in turn": ([2.0, None], [2.0, None]),
+    "plain first": ([None, 2.0], [None, 2.0]),
+    "one rank alone": ([2.0, 1.0], [2.0, None]),
+    "by rank": ([2.0, 1.0], [None, None]),
+}
+
+
+def backward(model, number: int, rank: int, weight: float | None) -> None:
+    loss = model(INPUTS[number][rank], (0, 2))
+    loss.backward() if weight is None else zs.backward(model, loss, weight=weight)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", WEIGHED)
+@pytest.mark.parametrize("held", [False, True])
+def test_weighted_and_plain_backwards_do_not_mix(name, held, stage):
+    def run(rank):
+        model, optimizer = small(stage)
+        with zs.accumulate(model) if held else contextlib.nullcontext():
+            for number, weight in enumerate(WEIGHED[name][rank]):
+                backward(model, number, rank, weight)
+        with pytest.raises(zs.ZeroshardError, match="zs.backward for all of them, on all ranks, or for none"):
+            optimizer.step()
+        for weights in ([None, None], [3.0, 0.0]):  # each by itself is fine after zero_grad
+            optimizer.zero_grad()
+            for number, weight in enumerate(weights):
+                backward(model, number, rank, weight)
+            x = INPUTS[2][rank].clone().requires_grad_()
+            torch.autograd.grad(model(x, (0, 2)), x)  # leaves no gradients, and is none of both
+            optimizer.step()
+            assert not optimizer.last_step.skipped
+
+    run_threads(WORLD, run)
+
+
+def test_weights_start_anew_after_zeroed_gradients():
+    def run(rank):
+        model, optimizer = small(stage=3)
+        backward(model, 5, rank, 7.0)
+        optimizer.zero_grad(set_to_none=False)
+        for number in range(2):
+            backward(model, number, rank, 3.0)
+        optimizer.step()
+        return zs.full_state_dict(model)
+
+    for state in run_threads(WORLD, run):
+        close(state, stepped(0.5))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_is_not_assigned_under_sums_held_back(stage):
+    def run(rank):
+        model, optimizer = small(stage)
+        name, param = next(iter(model.named_parameters()))
+        with zs.accumulate(model):
+            backward(model, 0, rank, None)
+        for value in (torch.ones(param.shape), None):
+            with pytest.raises(zs.ModelChanged, match=f"{name}.grad was assigned while .* held back"):
+                param.grad = value
+        backward(model, 1, rank, None)
+        param.grad = torch.ones(param.shape)
+        optimizer.step()
+        assert not optimizer.last_step.skipped
+
+    run_threads(WORLD, run)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), None, "1", True, [1.0], torch.ones(2)], ids=str)
+def test_a_weight_or_a_norm_that_is_no_such_number(value):
+    model, _ = small(stage=2)
+    loss = model(INPUTS[0][0], (0,))
+    with pytest.raises(zs.ConfigError, match="weight: expected a number of at least 0, got"):
+        zs.backward(model, loss, weight=value)
+    with pytest.raises(zs.ConfigError, match="max_norm: expected a number of at least 0, got"):
+        zs.clip_grad_norm_(model, value)
+    zs.backward(model, loss, weight=torch.tensor(2))
+    assert zs.clip_grad_norm_(model, float("inf")) > 0
+    zs.clip_grad_norm_(model, torch.tensor(0.0))
+    assert zs.clip_grad_norm_(model, 1) == 0

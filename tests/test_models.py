@@ -141,7 +141,7 @@ class Slotted:
 
 
 class ReturnsSlotted(Block):
-    """The tensor can not be seen in the output."""
+    """The tensor is in a slot of an object, not in its __dict__."""
 
     def forward(self, x):
         x = x if isinstance(x, Tensor) else x.value

@@ -9,6 +9,7 @@ import contextlib
 import pickle
 import sys
 from collections.abc import Iterator
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,15 +17,8 @@ from torch import Tensor, nn
 
 from . import birth, hooks
 from . import weights as streaming
-from .build import (
-    Builder,
-    agree_on_values,
-    carry_hooks,
-    check_same_model,
-    open_tiers,
-    optimizer_groups,
-    swap,
-)  # fmt: skip
+from .agreement import agree_on_values, check_same_model, optimizer_groups
+from .build import Builder, carry_hooks, open_tiers, swap
 from .checkpoint.opening import open_weights
 from .comm import world
 from .comm.base import Comm
@@ -32,7 +26,7 @@ from .config import Config
 from .errors import ConfigError, OffloadIOError, ZeroshardError
 from .memory.host import keep_freed_memory
 from .memory.ledger import Ledger
-from .optim.sharded import OptimizerCore, ShardedOptimizer, check_parameters, shard_optimizer
+from .optim.sharded import OptimizerCore, ShardedOptimizer, check_elementwise, check_parameters, shard_optimizer
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
 from .sharded import ReplicatedParameter, ShardedTensor
@@ -54,13 +48,13 @@ def shard(
     Args:
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
-        config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...), laid over it.
+        config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed), or a Comm.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
-        ModelMismatch: ranks built different models (the first difference is named on every rank).
+        ModelMismatch: ranks built different models or optimizers (the first difference is named on every rank).
         HostMemoryError, SwapError: a host has no room for what is to rest in its memory, or on its disk.
         ZeroshardError: the model is sharded already.
 
@@ -70,10 +64,11 @@ def shard(
     _check_arguments(model, optimizer)
     specs = collect(model, config)
     if optimizer is not None:
-        check_parameters(optimizer, {id(s.original) for s in specs}, {id(s.original): s.name for s in specs})
+        check_elementwise(optimizer)
+        check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group = world.current(comm, device, config.stall_timeout_s)
-    check_same_model(group, specs, config)
+    check_same_model(group, model, specs, config, optimizer)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored = open_weights(group, weights, model, specs) if weights is not None else {}
@@ -255,7 +250,10 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
 
 @contextlib.contextmanager
 def accumulate(model: nn.Module) -> Iterator[None]:
-    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage."""
+    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage.
+
+    The next backward outside reduces them, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    """
     runtime = runtime_of(model)
     previous, runtime.sync = runtime.sync, False
     runtime.accumulated = True
@@ -272,19 +270,31 @@ def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
     """loss.backward() as part of a weighted mean over the global batch, e.g. weight = number of target tokens.
 
     The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all such backwards since zero_grad, so
-    that every token counts the same, however tokens fall on ranks and micro-batches. Do not mix with plain backward().
+    that every token counts the same, however tokens fall on ranks and micro-batches. The step refuses a mix with plain
+    backward().
     """
     runtime = runtime_of(model)
-    if not weight >= 0:
-        raise ConfigError(f"weight: expected a number of at least 0, got {weight!r}.")
-    (loss * weight).backward()
-    runtime.weight += float(weight)
+    weight = _at_least_0("weight", weight)
+    runtime.weighing = True
+    try:
+        (loss * weight).backward()
+    finally:
+        runtime.weighing = False
+    runtime.weight += weight
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Clip the global gradient norm over all ranks, tied parameters counted once; the norm before (collective)."""
     core = _core(runtime_of(model))
-    return torch.tensor(core.clip(float(max_norm)))
+    return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
+
+
+def _at_least_0(name: str, value: Any) -> float:
+    """`value`, a number or a tensor of one, as a float."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, Real) or not number >= 0:
+        raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
+    return float(number)
 
 
 def _core(runtime: Runtime) -> OptimizerCore:
@@ -319,8 +329,10 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The mean gradient of every trainable parameter by name, whole, on every rank (collective)."""
+    runtime = runtime_of(model)
+    runtime.flush()
     result: dict[str, Tensor | None] = {}
-    for group in runtime_of(model).groups:
+    for group in runtime.groups:
         if group.trainable:
             for index, spec in enumerate(group.specs):
                 grad = group.gradient(index)

@@ -6,10 +6,8 @@ place, the sharded parameter, and its old tensor becomes the compute parameter o
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm
 from .config import Config, Offload, Placement, Tier
-from .errors import ConfigError, HostMemoryError, ModelMismatch
+from .errors import ConfigError, HostMemoryError
 from .layout import FlatLayout
 from .memory.host import limits
 from .memory.ledger import GRADIENTS, MASTERS, Ledger
@@ -33,61 +31,6 @@ _STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one 
 _LANDINGS = _STAGING_BUFFERS + 1
 
 Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket, and where its parameters lie
-
-
-def check_same_model(comm: Comm, specs: list[ParamSpec], config: Config) -> None:
-    """Raise ModelMismatch on every rank, naming the first differing parameter of each, if ranks differ (B15)."""
-    if comm.world_size == 1:
-        return
-    described = [(s.name, s.shape, str(s.original.dtype), s.requires_grad, len(s.owners)) for s in specs]
-    described.append(("(options)", str(config)))
-    digest = hashlib.sha256(pickle.dumps(described)).digest()
-    if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
-        return
-    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(described), "zs.shard: find difference")]
-    longest = max(map(len, everyone))
-    for position in range(longest):
-        entries = [model[position] if position < len(model) else None for model in everyone]
-        if len(set(entries)) > 1:
-            lines = "; ".join(f"rank {rank}: {_describe(entry)}" for rank, entry in enumerate(entries))
-            raise ModelMismatch(
-                f"ranks built different models or gave different options. First difference, at parameter "
-                f"{position}: {lines}. Build the same model with the same options on every rank."
-            )
-    raise AssertionError("digests differ, descriptions do not")
-
-
-def _describe(entry: tuple | None) -> str:
-    if entry is None:
-        return "no such parameter"
-    if entry[0] == "(options)":
-        return f"end of the parameters, options {entry[1]}"
-    name, shape, dtype, requires_grad, owners = entry
-    tied = f", tied {owners} times" if owners > 1 else ""
-    return f"{name} {tuple(shape)} {dtype}{'' if requires_grad else ' frozen'}{tied}"
-
-
-def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
-    """Give every rank rank 0's values where ranks differ; the names that differed. tensors: whole ones only."""
-    if comm.world_size == 1 or comm.imagined:
-        return []
-    sums = [zlib.crc32(_bytes(tensor)) for _, tensor in tensors]
-    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(sums), "zs.shard: compare values")]
-    differing = [i for i in range(len(tensors)) if len({sums[i] for sums in everyone}) > 1]
-    for i in differing:
-        name, tensor = tensors[i]
-        data = bytes(_bytes(tensor)) if comm.rank == 0 else b""
-        given = comm.exchange(data, f"zs.shard: values of {name}")[0]
-        if comm.rank != 0:
-            with torch.no_grad():
-                flat = torch.frombuffer(bytearray(given), dtype=tensor.dtype)
-                tensor.data.copy_(flat.view(tensor.shape))
-    return [tensors[i][0] for i in differing]
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().to("cpu").contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
 # states as large as the parameter, by class of optimizer (classes derived from it as well) and its options
@@ -439,9 +382,3 @@ def _piece_of(value: Tensor, start: int, stop: int) -> Tensor:
 
 def _whole_of(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, ShardedTensor) else value.detach()
-
-
-def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
-    """id of each parameter -> index of its group."""
-    groups: Sequence[dict] = optimizer.param_groups if optimizer is not None else ()
-    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}

@@ -11,8 +11,10 @@ depends on the stage is in the units' placements, never here.
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from .errors import CheckpointError, ModelChanged, ModelClosed, ShardedAccessErr
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .memory.tiers import Tiers
-from .precision import LossScaler, cast_floating, find_tensors, map_tensors
+from .precision import LossScaler, cast_floating, find_tensors, look_through, map_tensors
 from .schedule import Schedule, Visit
 from .sharded import clear_local_grad, local_grad
 from .tiles import Tile
@@ -74,6 +76,8 @@ class Runtime:
         self.accumulated = False  # there was a zs.accumulate since the last reduced backward
         self.closed = False
         self.weight = 0.0  # of this rank's weighted backwards since the last zero_grad (zs.backward)
+        self.weighing = False  # inside zs.backward
+        self.unweighted = False  # this rank had a plain backward since the last zero_grad
         self.steps = 0
         self.scaler: LossScaler | None = None
         if config.precision == "fp16":
@@ -81,7 +85,9 @@ class Runtime:
             scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
             self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
         self.messages: list[str] = []
-        self._tree = _module_tree(model)
+        self._tree = _Tree(model)
+        self._firsts = [group.params[0] for group in self.groups]  # whoever converts the model converts these
+        self._dtypes = [param.dtype for param in self._firsts]
         self._active = False  # inside a backward
         self._training = False  # inside a forward that was entered with gradients
         self._scaled = False  # the loss scale was applied in this backward
@@ -119,14 +125,14 @@ class Runtime:
             for unit in self.units:
                 unit.check_unchanged()
         if self.config.precision != "fp32":
-            dtype = self.config.compute_dtype
-            args = tuple(cast_floating(arg, dtype) for arg in args)
-            kwargs = {name: cast_floating(value, dtype) for name, value in kwargs.items()}
+            args, kwargs = cast_floating((args, kwargs), self.config.compute_dtype)
         return args, kwargs
 
     def _check_modules(self) -> None:
-        """Raise ModelChanged where parameters came or went with an exchanged submodule (wrapping one is fine)."""
-        if all(modules == known for modules, known in self._tree) or any(unit.pinned for unit in self.units):
+        """Raise ModelChanged where parameters came, went or got another dtype (a submodule may be wrapped)."""
+        if [param.dtype for param in self._firsts] != self._dtypes:
+            self._complain_dtype()
+        if self._tree.stands() or any(unit.pinned for unit in self.units):
             return
         names = {id(p): spec.name for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
         present = {id(p): name for name, p in self.model.named_parameters()}
@@ -134,10 +140,18 @@ class Runtime:
         new = [name for key, name in present.items() if key not in names]
         if gone or new:
             raise ModelChanged(
-                f"parameter {(gone + new)[0]} was replaced, added or removed with its module after zs.shard(). "
+                f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
                 "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
             )
-        self._tree = _module_tree(self.model)
+        self._tree = _Tree(self.model)
+
+    def _complain_dtype(self) -> None:
+        for group, param, known in zip(self.groups, self._firsts, self._dtypes, strict=True):
+            if param.dtype != known:
+                raise ModelChanged(
+                    f"parameter {group.specs[0].name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
+                    "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+                )
 
     def root_exit(self, output: Any) -> Any:
         """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled."""
@@ -281,7 +295,8 @@ class Runtime:
             self.begin_unit_backward(unit)
 
         found = False
-        for tensor in find_tensors(output):
+        tensors, complete = look_through(output)
+        for tensor in tensors:
             if memories is not None and tensor.untyped_storage()._cdata in memories:
                 self._keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
             if not tensor.requires_grad:
@@ -292,7 +307,7 @@ class Runtime:
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
-        if not found and unit.expected and memories is not None:
+        if not (found and complete) and unit.expected and memories is not None:
             self._keep(unit)  # outputs that can not be seen: backward may still come through them
 
     def _keep(self, unit: Unit) -> None:
@@ -336,6 +351,7 @@ class Runtime:
         else:
             group.grads.add(index, grad, self.sync)
         self._touched.add(group.specs[index].number)
+        self.unweighted |= not self.weighing
         unit.arrived += 1
         if unit.arrived == unit.expected:
             self._complete(unit)
@@ -469,7 +485,7 @@ class Runtime:
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
-        self.accumulated = False
+        self.accumulated = not self.sync
         self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
 
     # -- the rest --------------------------------------------------------------------------------------------
@@ -502,6 +518,7 @@ class Runtime:
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
         self._active = self._scaled = False
+        self.weight, self.unweighted = 0.0, False
         self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
         for unit in self.units:
             unit.arrived, unit.depth, unit.in_backward = 0, 0, False
@@ -512,8 +529,8 @@ class Runtime:
                 group.grads.discard()
 
     def flush(self) -> None:
-        """Before a step: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
-        if not self.accumulated or not self.sync:
+        """Before gradients are used: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
+        if not self.accumulated:
             return  # whether there was one is the same on every rank; whether it left gradients is not
         with torch.no_grad():
             self._join()
@@ -521,17 +538,36 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
-        self.weight, self.accumulated = 0.0, False
-        self._touched = set()
+        self.forget_backwards()
         for group in self.groups:
             if group.grads is not None:
                 group.grads.drop()
                 group.active = [False] * len(group.specs)
 
+    def forget_backwards(self) -> None:
+        """What is known of the backwards since the last zero_grad; their gradients are the caller's."""
+        self.weight, self.unweighted, self.accumulated = 0.0, False, not self.sync
+        self._touched = set()
 
-def _module_tree(model: nn.Module) -> list[tuple[dict, dict]]:
-    """(submodules, what they were) of every module that has any."""
-    return [(module._modules, dict(module._modules)) for module in model.modules() if module._modules]
+
+class _Tree:
+    """The modules of a model and which parameters they have: seen in microseconds whether any came or went."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [(module._modules, dict(module._modules)) for module in modules if module._modules]
+        self._params = [module._parameters for module in modules]
+        self._counts = [*map(len, self._params)]
+        absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
+        self._absent = [params for params, _ in absent], [name for _, name in absent]
+
+    def stands(self) -> bool:
+        """True if every module has the children and the number of parameters that it had."""
+        return (
+            all(modules == known for modules, known in self._children)
+            and [*map(len, self._params)] == self._counts
+            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        )
 
 
 def _bits(mask: int) -> set[int]:

@@ -176,13 +176,18 @@ class ParamGroup:
         return gradient
 
     def set_gradient(self, index: int, value: Tensor | None) -> None:
-        """Assign a gradient (sharded alike, or whole) or drop it (None)."""
+        """Assign a gradient (sharded alike, or whole) or drop it (None). Raises ModelChanged while sums are held back."""
         if self.grads is None:
             if value is not None:
                 raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
             return
         home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
-        if value is not None and not grads.reduced and not grads.holds:
+        if grads.holds:
+            raise ModelChanged(
+                f"{self.specs[index].name}.grad was assigned while gradients of backwards inside zs.accumulate are held back: "
+                "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
+            )
+        if value is not None and not grads.reduced:
             grads.zero()  # left by an earlier step: the other parameters have no gradient
         place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
         if value is None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import Placement, Tier
-from ..errors import ConfigError, ModelClosed, NonFiniteError
+from ..errors import ConfigError, ModelClosed, NonFiniteError, ZeroshardError
 from ..memory.ledger import OPTIMIZER
 from ..memory.tiers import Rest
 from ..runtime import Runtime
@@ -96,9 +96,14 @@ class OptimizerCore:
         total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         total += float(torch.stack(on_device).sum()) if on_device else 0.0
-        mine = struct.pack("<dd", total, self.runtime.weight)
-        everyone = [struct.unpack("<dd", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
-        total, weight = (sum(column) for column in zip(*everyone, strict=True))
+        mine = struct.pack("<dd?", total, self.runtime.weight, self.runtime.unweighted)
+        everyone = [struct.unpack("<dd?", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
+        total, weight, unweighted = (sum(column) for column in zip(*everyone, strict=True))
+        if weight and unweighted:
+            raise ZeroshardError(
+                "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
+                "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
+            )
         self.divisor = self.runtime.scaler.scale if self.runtime.scaler is not None else 1.0
         if weight:
             self.divisor *= weight / self.comm.world_size  # reductions took the plain mean over ranks
@@ -109,6 +114,7 @@ class OptimizerCore:
 
         Returns the norm before clipping (collective). The step that follows takes it from here.
         """
+        self.runtime.flush()
         if self.norm is not None:
             self.divisor = 1.0  # done by an earlier call for this step
             norm = self.norm[0] * self.norm[1]
@@ -342,8 +348,11 @@ class OptimizerCore:
     def zero_gradients(self) -> None:
         """All gradients there are become zeros; local sums held back are dropped."""
         for group in self.stepped_groups:
-            group.grads.drop_held()
             group.grads.zero()
+        for group in self.runtime.groups:
+            if group.grads is not None:
+                group.grads.drop_held()
+        self.runtime.forget_backwards()
 
     def poll(self) -> None:
         """Let transfers for the next step progress."""
@@ -491,7 +500,30 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
-def check_parameters(optimizer: torch.optim.Optimizer, known: set[int], names: dict[int, str]) -> None:
+_NOT_ELEMENTWISE = {
+    "ADAFACTOR": "has states of a parameter's rows and columns",
+    "LARS": "scales each parameter's update by the norms of the whole",
+    "LBFGS": "takes products of whole gradients, and calls its closure several times",
+    "LAMB": "scales each parameter's update by the norms of the whole",
+    "MUON": "works on whole matrices",
+    "SHAMPOO": "works on whole matrices",
+    "SOAP": "works on whole matrices",
+    "SPARSEADAM": "needs sparse gradients",
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
+    for cls in type(optimizer).__mro__:
+        reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
+        if reason is not None:
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
+                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion."
+            )
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
     """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):

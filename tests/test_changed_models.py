@@ -1,0 +1,84 @@
+"""A model that was changed after zs.shard() is refused at its next forward: a parameter came, or its dtype is another."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import every_mode, run_threads, seeded, sgd
+
+import zeroshard as zs
+
+X = torch.ones(2, 5)
+
+
+class Net(nn.Module):
+    """Parts that may get a parameter: a Linear without bias, a module without any, a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(5, 3, bias=False)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out = self.last(x)
+        return out if "extra" not in self.last._parameters else out + self.last.extra
+
+
+def a_new_one(model):
+    model.last.extra = nn.Parameter(torch.zeros(3))
+
+
+def an_absent_bias(model):
+    model.last.bias = nn.Parameter(torch.zeros(3))
+
+
+def in_a_module_without(model):
+    model.blocks[1][1].scale = nn.Parameter(torch.ones(5))
+
+
+def in_the_root(model):
+    model.scale = nn.Parameter(torch.ones(5))
+
+
+def removed(model):
+    model.first.bias = None
+
+
+CHANGES = {
+    a_new_one: "last.extra", an_absent_bias: "last.bias", in_a_module_without: r"blocks.1.1.scale", in_the_root: "scale",
+    removed: "first.bias",
+}  # fmt: skip
+
+
+@every_mode
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_parameter_that_came_or_went_is_named(mode, change):
+    def run(rank):
+        model = seeded(Net)
+        zs.shard(model, sgd(model.parameters()), **mode)
+        model(X).sum().backward()
+        change(model)
+        with pytest.raises(zs.ModelChanged, match=rf"parameter {CHANGES[change]} was replaced.*zs.close\(model\) first"):
+            model(X)
+
+    run_threads(2, run)
+
+
+@every_mode
+@pytest.mark.parametrize("how", ["half", "bfloat16", "double", "to"])
+def test_a_conversion_is_named(mode, how):
+    def run(rank):
+        model = seeded(Net)
+        zs.shard(model, sgd(model.parameters()), **mode)
+        model(X)
+        model.float()  # is what it was
+        model(X)
+        model.to(torch.float16) if how == "to" else getattr(model, how)()
+        message = r"parameter first.weight was converted from torch.float32 to .*precision='bf16'"
+        with pytest.raises(zs.ModelChanged, match=message):
+            model(X)
+
+    run_threads(2, run)
