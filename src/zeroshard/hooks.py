@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .partition import policy_dtype
+from .config import Config
+from .partition import casts, module_dtypes
 from .precision import cast_floating
 from .runtime import Runtime
 from .tiles import Tile
@@ -21,10 +22,10 @@ from .unit import ParamGroup, Unit
 
 def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
-    for name, module in runtime.model.named_modules():
-        dtype = policy_dtype(name, module, runtime.config)
-        if dtype is not None and dtype != runtime.config.compute_dtype and not isinstance(module, Tile):
-            _attach_policy(runtime, module, dtype)
+    for module, inside, around in casts(runtime.model, runtime.config):
+        _attach_policy(runtime, module, inside, around)
+    if runtime.config.cast_buffers:
+        runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
     for unit in runtime.units:
         if unit.sharded:
             for module in unit.modules:
@@ -107,14 +108,43 @@ def _call_compiled(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kw
     return output
 
 
-def _attach_policy(runtime: Runtime, module: nn.Module, dtype: torch.dtype) -> None:
-    """Run one module in its own dtype: inputs are cast to it, outputs back."""
+def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
+    """Run a module in its own dtype: inputs are cast to it, outputs back to the one around it."""
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        return cast_floating((args, kwargs), inside)
 
     def after(module: nn.Module, args: tuple, output: Any) -> Any:
-        return cast_floating(output, runtime.config.compute_dtype)
+        return cast_floating(output, around)
 
     runtime.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after))
+
+
+class _CastBuffers:
+    """Floating-point buffers (not fp64) in the dtype in which their module computes; `remove` gives them back their own."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        default = None if config.precision == "fp32" else config.compute_dtype
+        dtypes = module_dtypes(model, config)
+        self._given: list[tuple[dict, str, torch.dtype]] = []
+        wanted = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                dtype = dtypes.get(id(module), default)
+                if buffer is not None and dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64:
+                    self._given.append((module._buffers, name, buffer.dtype))
+                    wanted.append((module._buffers, name, dtype))
+        _cast_entries(wanted)
+
+    def remove(self) -> None:
+        """The inverse, on close: dtypes as given; what was rounded stays so."""
+        _cast_entries(self._given)
+
+
+def _cast_entries(entries: list[tuple[dict, str, torch.dtype]]) -> None:
+    """Cast tensors in dictionaries; one that several hold stays one."""
+    cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # with what was cast: its id stays its own
+    for holder, name, dtype in entries:
+        given = holder[name]
+        holder[name] = cast.setdefault((id(given), dtype), (given, given.to(dtype)))[1]

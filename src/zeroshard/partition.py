@@ -6,6 +6,8 @@
 
 A tile (tiles.py) is a unit of its own in every mode, whatever is around it: it is there to be gathered alone.
 A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes in elements.
+
+The policy (`Config.dtypes`) is worked out here as well: in which dtype each module computes, and where that changes.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -46,20 +49,23 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     Raises ShardedAccessError for parameters that can not be sharded (integer, complex, sparse, lazy), by name.
     """
     specs: dict[int, ParamSpec] = {}
+    dtypes = module_dtypes(model, config)
     for prefix, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             _check(name, param)
-            spec = specs.get(id(param))
-            if spec is None:
-                specs[id(param)] = ParamSpec(
-                    name, param, [(module, attribute)], _dtype(param, prefix, module, config),
-                    tuple(param.shape), param.requires_grad, param.dtype,
-                )  # fmt: skip
-            else:
-                spec.owners.append((module, attribute))
+            dtype = _dtype(param, dtypes.get(id(module)), config)
+            spec = specs.setdefault(
+                id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
+            )
+            if spec.dtype != dtype:
+                raise ConfigError(
+                    f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "
+                    "of their modules the same dtype, by name or by class."
+                )
+            spec.owners.append((module, attribute))
     result = list(specs.values())
     for number, spec in enumerate(result):
         spec.number = number
@@ -75,23 +81,70 @@ def _check(name: str, param: nn.Parameter) -> None:
         raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
 
 
-def _dtype(param: nn.Parameter, prefix: str, module: nn.Module, config: Config) -> torch.dtype:
+def _dtype(param: nn.Parameter, policy: torch.dtype | None, config: Config) -> torch.dtype:
     """In which dtype the parameter computes: the policy's, then the precision's; integers and fp64 keep theirs."""
     if not param.is_floating_point() or param.dtype == torch.float64:
         return param.dtype
-    policy = policy_dtype(prefix, module, config)
     return policy or (param.dtype if config.precision == "fp32" else config.compute_dtype)
 
 
-def policy_dtype(prefix: str, module: nn.Module, config: Config) -> torch.dtype | None:
-    """The dtype that `Config.dtypes` assigns to a module, by class name or by a pattern over its name."""
-    from fnmatch import fnmatchcase
+def module_dtypes(model: nn.Module, config: Config) -> dict[int, torch.dtype]:
+    """id of each module that a policy holds for -> its dtype: of its own match in `Config.dtypes`, or the nearest ancestor's.
 
-    cls, prefix = class_and_name(module, prefix)
-    for key, dtype in config.dtypes.items():
-        if key in [base.__name__ for base in cls.__mro__] or fnmatchcase(prefix, key):
-            return dtype
-    return None
+    Norms that keep fp32 statistics are fp32 unless a key matches them: torch has no kernels for other mixtures. A module
+    that is never called goes with its parent, which reads its parameters.
+
+    Raises ConfigError for a key that matches no module.
+    """
+    found: dict[str, torch.dtype | None] = {}
+    unmatched, result = set(config.dtypes), {}
+    for name, module in model.named_modules():
+        keys = _matching(name, module, config.dtypes) if _is_called(module) else []
+        unmatched.difference_update(keys)
+        around = found[name.rpartition(".")[0]] if name else None
+        lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
+        found[name] = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
+        if found[name] is not None:
+            result[id(module)] = found[name]
+    for key in config.dtypes:
+        if key in unmatched:
+            known = {type(module).__name__ for module in model.modules()} | set(found)
+            raise ConfigError(
+                f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}."
+                f"{did_you_mean(key, known)}"
+            )
+    return result
+
+
+def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
+    """The keys of `Config.dtypes` that mean a module: a class name of it or of its bases, or a pattern over its name."""
+    cls, name = class_and_name(module, name)
+    classes = {base.__name__ for base in cls.__mro__}
+    return [key for key in keys if key in classes or fnmatchcase(name, key)]
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm (of batches, of instances) with running statistics in fp32."""
+    mean = module._buffers.get("running_mean") if isinstance(module, nn.modules.batchnorm._NormBase) else None
+    return mean is not None and mean.dtype == torch.float32
+
+
+def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
+    """Where the dtype changes: (module, dtype inside, dtype around it), for modules with a forward, outermost first."""
+    dtypes, found, seen = module_dtypes(model, config), [], set()
+
+    def visit(module: nn.Module, around: torch.dtype) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        inside = dtypes.get(id(module), config.compute_dtype)
+        if _has_forward(module) and inside != around:
+            found.append((module, inside, around))
+        for child in module.children():
+            visit(child, inside if _has_forward(module) else around)  # a list of modules is not entered: its items are
+
+    visit(model, config.compute_dtype)
+    return found
 
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
@@ -119,11 +172,11 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
 
 def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
     """(name, module) of every module that `units` means; the root module is never among them. option: its name, for errors."""
-    named = [(name, module) for name, module in model.named_modules() if module is not model]
+    named = [(name, module) for name, module in model.named_modules() if module is not model and _is_called(module)]
     if units == "model":
         return []
     if units == "leaf":
-        return [(n, m) for n, m in named if any(p is not None for p in m._parameters.values()) and _is_called(m)]
+        return [(n, m) for n, m in named if any(p is not None for p in m._parameters.values())]
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
@@ -155,10 +208,9 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
         counts = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name
-            callable_ = type(child).forward is not nn.Module.forward
             is_leaf = next(child.children(), None) is None
             has_params = next(child.parameters(), None) is not None
-            if counts[type(child)] > 1 and callable_ and has_params and (leaves or not is_leaf):
+            if counts[type(child)] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
                 if not any(child is module for _, module in found):
                     found.append((path, child))
             else:
@@ -199,7 +251,8 @@ def _rest_units(
         owners = [owner for owner, _ in spec.owners]
         own_numel = sum(p.numel() for p in owners[0]._parameters.values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
-        if tiles or own_numel >= large_numel and model not in owners and all(_is_leaf(owner) for owner in owners):
+        alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
+        if tiles or own_numel >= large_numel and alone:
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
             plan.specs.append(spec)
@@ -212,6 +265,10 @@ def _rest_units(
 
 def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def _is_called(module: nn.Module) -> bool:

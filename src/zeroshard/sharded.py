@@ -246,13 +246,34 @@ def _is_local_foreach(func: Any) -> bool:
     return name.startswith("aten::_foreach_") and not any(word in name for word in ("norm", "max", "min"))
 
 
+_NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
+
+
 def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
-    names = [t._home.name for t in _sharded_in((args, kwargs))]
+    tensors = _sharded_in((args, kwargs))
     kind = ShardedWriteError if _writes_first(func) and isinstance(args[0], ShardedTensor) else ShardedAccessError
-    write = ", write=True" if kind is ShardedWriteError else ""
-    return kind(
-        f"{func} needs the whole of {', '.join(names[:3])}, of which this rank holds a slice. Run it inside "
-        f"`with zs.gathered(module{write}):`, take `p.full_tensor()`, or call the module through the block that owns it."
+    names = list(dict.fromkeys(t._home.name for t in tensors))
+    of_gradient = any(t._of_gradient for t in tensors)
+    whole = "the whole gradient of" if of_gradient else "the whole of"
+    remedy = _remedy(func._schema.name, of_gradient, kind is ShardedWriteError)
+    return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
+
+
+def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
+    """What to do in place of an operation that slices do not allow."""
+    if operation in _NORMS:
+        return (
+            "For the norm of all gradients use zs.clip_grad_norm_(model, max_norm), zs.shard(..., max_grad_norm=...) or "
+            "optimizer.last_step.grad_norm; for that of one tensor take its `full_tensor()`."
+        )
+    if of_gradient:
+        return "Take `p.grad.full_tensor()`, or zs.full_gradients(model)."
+    if writes:
+        return "Run it inside `with zs.gathered(module, write=True):`."
+    return (
+        "Run it inside `with zs.gathered(module):`, take `p.full_tensor()`, or call the module through the block that owns it. "
+        "Where a forward computes with a parameter of another module, both must be in one unit: say which classes are units "
+        "with units=(Block, ...), all else is then one, or units='model'."
     )
 
 
