@@ -7,6 +7,7 @@ and `run_threads` wait). One that cannot even be interrupted, because it hangs i
 
 import contextlib
 import faulthandler
+import multiprocessing
 import os
 import signal
 import threading
@@ -26,13 +27,22 @@ class TestExpired(BaseException):
 
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
+LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
+    "equivalence", "equivalence_wide", "fake_world", "processes", "private_memory", "checkpoint_kills", "beyond", "optimizer",
+    "tiers_placements", "tiers_faults", "reproductions", "delayed", "cli", "cli_resume", "checkpoint_edges", "load_memory",
+    "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",
+    "kernels", "activations", "models", "bench_tiers", "import_foreign", "tiers", "checkpoint", "bench", "checkpoint_format",
+    "birth", "training_loops", "host_memory", "files", "tiers_options", "life_cycle",
+)  # fmt: skip
+
 STDERR = pytest.StashKey()
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 
 
 def pytest_configure(config):
-    share_imports(["torch", "torch.distributed", "zeroshard", "helpers"])
+    # torch imports _dynamo, half of itself, with the first optimizer: once in the server, not in each rank
+    share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", "helpers"])
     config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
     torch.set_num_threads(1)  # ranks share the cores
     capture = config.pluginmanager.getplugin("capturemanager")
@@ -48,7 +58,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` measure the device itself, streams and allocator: without one there is nothing to check."""
+    """Long files first, so that no core is idle at the end while another has one left.
+
+    Tests marked `gpu` measure the device itself, streams and allocator: without one there is nothing to check.
+    """
+    order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -103,3 +118,17 @@ def disk(tmp_path_factory):
 def strict_device(monkeypatch):
     """(rank, strict): from now on that rank has a device with a memory of its own, as unfriendly as streams may be."""
     return strict_devices(monkeypatch)
+
+
+# -- what tests of benchmarks share ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forked_teams(monkeypatch):
+    """Ranks of a benchmark are forked from the server that has imported torch: 0.1 s a rank, not 6.
+
+    (test_bench_tiers has fresh interpreters, as a benchmark has.)
+    """
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        plain = multiprocessing.get_context
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method: plain("forkserver" if method == "spawn" else method))

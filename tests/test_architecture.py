@@ -27,14 +27,14 @@ LAYERS = (
     ("sharded", "localbox"),  # the tensor subclass, and what checkpoint tools see of it
     ("buffer", "tiles"),  # layout x placement; parts of parameters
     ("unit",),
-    ("partition", "build"),
+    ("partition", "build", "agreement"),
     ("runtime",),
     ("hooks", "optim"),
     ("whole", "birth", "weights", "report", "io", "sampler"),
-    ("api", "activations", "checkpoint"),
+    ("api", "activations", "checkpoint", "plan"),
     ("__init__",),
     ("models", "data", "launch", "testing"),
-    ("plan", "integrations", "export"),
+    ("integrations", "export"),
     ("cli", "bench", "__main__"),
 )
 

@@ -14,6 +14,7 @@ from torch import nn
 from zoo import Block, Stack, adamw, every_mode, normal_batches, run_threads, same, seeded, sgd, square
 
 import zeroshard as zs
+from zeroshard.config import PRESETS
 
 X = torch.ones(2, 7)
 
@@ -37,6 +38,26 @@ OPTIONS = {
     "units": ({"units": ("Blokc",)}, "no module of class 'Blokc'. Did you mean 'Block'"),
     "units one": ({"units": "Blokc"}, "no module of class 'Blokc'. Did you mean 'Block'"),
     "comm": ({"comm": "shard"}, "comm: expected one of .* Did you mean 'shared'"),
+    "norm list": ({"max_grad_norm": [1]}, r"max_grad_norm: expected a number of at least 0, got \[1\]"),
+    "loss scale zero": ({"loss_scale": 0}, "loss_scale: expected 'dynamic' or a number above 0, got 0"),
+    "first scale nan": ({"initial_loss_scale": float("nan")}, "initial_loss_scale: expected a number above 0, got nan"),
+    "first scale negative": ({"initial_loss_scale": -1}, "initial_loss_scale: expected a number above 0, got -1"),
+    "first scale text": ({"initial_loss_scale": "x"}, "initial_loss_scale: expected a number above 0, got 'x'"),
+    "skipped text": ({"max_skipped_steps": "a"}, "max_skipped_steps: expected a whole number of at least 1, got 'a'"),
+    "window zero": ({"loss_scale_window": 0}, "loss_scale_window: expected a whole number of at least 1, got 0"),
+    "units number": ({"units": 5}, "units: expected 'auto', .* or a function .*, got 5"),
+    "config mapping": ({"config": {"stage": 2}}, "config: expected a zs.Config, got dict"),
+    "dtypes typo": ({"dtypes": {"LayerNorm": "fp23"}}, "dtypes: expected .* floating-point dtype}, got {'LayerNorm': 'fp23'}"),
+    "dtypes class": ({"dtypes": {nn.LayerNorm: "fp32"}}, "dtypes: expected {class name or name pattern"),
+    "preset": ({"preset": "zero3"}, "preset: expected one of ddp, .*, got 'zero3'. Did you mean 'zero-3'"),
+    "offload ratio": ({"offload_optimizer": {"device": "cpu", "ratio": "0.5"}}, "ratio: expected a number from 0 to 1"),
+    "offload count": ({"offload_optimizer": {"device": "cpu", "buffer_count": "8"}}, "count: expected a whole number, got '8'"),
+    "offload path": ({"offload_optimizer": {"device": "nvme", "path": 5}}, "offload path: expected the path of a folder, got 5"),
+    "offload device": ({"offload_optimizer": {"device": ["cpu"]}}, r"device: expected 'none', 'cpu' or 'nvme', got \['cpu'\]"),
+    "offload pinned": ({"offload_optimizer": {"device": "cpu", "pin_memory": "no"}}, "pin_memory: expected True or False"),
+    "offload nowhere": ({"offload_param": {"ratio": 0.5}}, "offload_param: {'ratio': 0.5} names no device.*add 'device'"),
+    "offload half": ({"offload_param": zs.Offload("cpu", ratio=0.5)}, "offload_param: ratio is of the optimizer's states alone"),
+    "offload fused": ({"offload_param": {"device": "cpu", "fused": True}}, "fused is of the optimizer's states alone"),
 }
 
 
@@ -72,6 +93,23 @@ def test_b13_the_natural_slips_of_a_call():
 def test_b13_precision_has_its_usual_spellings():
     for name in ("bf16", "bfloat16", torch.bfloat16):
         assert zs.Config(precision=name).compute_dtype is torch.bfloat16
+
+
+def test_b13_dtypes_have_names():
+    assert zs.Config(dtypes={"LayerNorm": "fp32"}).dtypes == {"LayerNorm": torch.float32}
+    assert zs.Config(gradient_dtype="bfloat16", reduce_dtype="half").gradient_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_rows_of_options(name, tmp_path):
+    """By Config.preset, and beside the options of zs.shard, which count."""
+    path = {"offload_path": str(tmp_path)} if name == "zero-infinity" else {}
+    config = zs.Config.preset(name, **path)
+    assert config == zs.Config(**PRESETS[name], **path) == zs.Config.build(None, preset=name, **path)
+    assert zs.Config.build(zs.Config(max_grad_norm=1.0), preset=name, **path).max_grad_norm == 1.0
+    assert zs.Config.preset("zero-offload", stage=3, offload_optimizer=None).offload_optimizer.device == "cpu"
+    model, _ = zs.shard(seeded(Stack), None, preset="zero-2")
+    assert zs.report(model).stage == 2
 
 
 # -- B14: the process group ----------------------------------------------------------------------------------------
@@ -214,7 +252,7 @@ def test_use_after_close(mode):
         model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
         loss = square(model, (X,))
         zs.close(model)
-        with pytest.raises((zs.ModelClosed, RuntimeError), match="closed with zs.close|swap_tensors|modified by an inplace"):
+        with pytest.raises(zs.ModelClosed, match="closed with zs.close"):
             loss.backward()
         with pytest.raises(zs.ModelClosed, match="after zs.close"):
             optimizer.step()

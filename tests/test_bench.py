@@ -121,7 +121,7 @@ def test_bad_arguments_are_named(arguments, text):
 
 
 @pytest.mark.processes
-def test_a_tiny_race_with_a_contender_that_fails(tmp_path):
+def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
     contenders = [Contender("ddp"), Contender("zs", 9)]  # there is no stage 9: it must not stop the race
     rounds = Rounds(warmup=1, rounds=2, steps=2, memory_steps=1)
     ddp, broken = race.race(contenders, Workload(TINY), rounds, tmp_path, lambda line: None)

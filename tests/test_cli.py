@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.cli.options import TrainOptions, parse_train
 from zeroshard.cli.ranks import Ranks
 from zeroshard.cli.trainer import Trainer
+from zeroshard.config import PRESETS
 from zeroshard.data import read_corpus
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.plan import probe
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +119,9 @@ def test_one_rank_with_two_micro_batches_trains_the_same_model(two_ranks, text, 
         (["train", "--offload-ratio", "0.5"], ["--offload-ratio", "none without --offload-optimizer", "got 0.5"]),
         (["train", "--buffer-mib", "8"], ["--buffer-mib", "none without an --offload option"]),
         (["train", "--tile-max-bytes", "0"], ["--tile-max-bytes", "positive"]),
+        (["train", "--preset", "zero3"], ["--preset", "zero3", "zero-3"]),
+        (["train", "--preset", "zero-2", "--offload-param", "cpu"], ["offload_param='cpu' needs stage 3"]),
+        (["train", "--no-pin-memory"], ["--no-pin-memory", "none without an --offload option"]),
     ],
 )
 def test_a_mistake_is_one_line_with_option_and_remedy(arguments, words, capsys):
@@ -190,6 +196,27 @@ def test_help_and_version(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     assert "--max-grad-norm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_presets_of_the_library_have_the_same_names(name):
+    expected = zs.Config.preset(name, **({"offload_path": "runs"} if name == "zero-infinity" else {}))
+    config = parse_train(["--preset", name]).sharding()
+    states = ("offload_optimizer", "offload_gradient", "offload_param")
+    assert config.stage == expected.stage
+    assert [getattr(config, state).device for state in states] == [getattr(expected, state).device for state in states]
+    options = parse_train(["--stage", "3", "--preset", "zero-offload", "--no-pin-memory"])
+    assert (options.stage, options.offload_optimizer, options.sharding().offload_optimizer.pin_memory) == (3, "cpu", False)
+    assert TrainOptions(**options.to_dict()) == options
+
+
+def test_activations_alone_have_a_forecast(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(probe, "_PROBE_S", 0.02)
+    monkeypatch.setattr(probe, "_NUMEL", 1 << 16)
+    short = ["--ranks", "1", "--threads", "1", "--steps", "2", "--eval-every", "2", "--sample-bytes", "0"]
+    assert main([*_train(text, tmp_path / "run"), *short, "--offload-activations", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "forecast: measured on each rank: host step" in printed and "one step: predicted" in printed
 
 
 def test_options_have_presets_that_can_be_overridden():

@@ -25,9 +25,9 @@ from zeroshard.memory.ledger import GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, 
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.runtime import Runtime, runtime_of
 
-SMALL = GPTConfig(vocab_size=4096, seq_len=16, dim=512, layers=5, heads=4)
+SMALL = GPTConfig(vocab_size=4096, seq_len=16, dim=512, layers=4, heads=4)
 LARGE = GPTConfig(vocab_size=32768, seq_len=16, dim=4096, layers=3, heads=4)  # blocks that 1,024 ranks can share
-TRILLION = GPTConfig(vocab_size=50304, seq_len=2048, dim=25600, layers=128, heads=160)
+TRILLION = GPTConfig(vocab_size=50304, seq_len=2048, dim=36864, layers=64, heads=144)  # wide: time goes with layers
 SHAPES = {8: SMALL, 1024: LARGE}
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 ALL_WORLDS = pytest.mark.parametrize("world_size", [8, 1024])

@@ -51,38 +51,46 @@ class Outcome(NamedTuple):
 
 
 def _run_forked(rank: int, world: int, ports: dict[str, int]) -> dict[str, Outcome]:
-    """Every scenario in a child of its own; name -> how it ended."""
+    """Every scenario in a child of its own; name -> how it ended. Those that mostly wait do so together."""
     adamw([torch.zeros(1, requires_grad=True)])  # torch imports half of itself here: once, not in each child
-    return {name: _fork(name, port, rank, world) for name, port in ports.items()}
-
-
-def _fork(name: str, port: int, rank: int, world: int) -> Outcome:
-    os.environ.update(rank_environment(rank, world, port))
-    reader, writer = os.pipe()
-    started = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _live(name, rank, world, writer)
-    os.close(writer)
-    os.set_blocking(reader, False)
-    data, status, part = b"", None, None
-    while status is None or part:
-        try:
-            part = os.read(reader, 1 << 20)
-        except BlockingIOError:
-            part = None
-        data += part or b""
-        if status is None:
-            pid, code = os.waitpid(child, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if pid else None
-        if status is None and time.monotonic() - started > LIMIT_S:
-            os.kill(child, signal.SIGKILL)
-        if not part:
+    rounds, ended = [[name for name in ports if name in WAITING], *([name] for name in ports if name not in WAITING)], {}
+    for names in rounds:
+        children = {name: _Child(name, ports[name], rank, world) for name in names}
+        while not all([child.over() for child in children.values()]):
             time.sleep(0.01)
-    os.close(reader)
-    value, text = pickle.loads(data) if data else (None, "")
-    return Outcome(status, value, text, time.monotonic() - started)
+        ended |= {name: child.outcome for name, child in children.items()}
+    return ended
+
+
+class _Child:
+    """A rank of a scenario: forked, listened to, killed if it hangs."""
+
+    def __init__(self, name: str, port: int, rank: int, world: int) -> None:
+        os.environ.update(rank_environment(rank, world, port))
+        self.reader, writer = os.pipe()
+        self.started, self.data, self.outcome = time.monotonic(), b"", None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.reader)
+            _live(name, rank, world, writer)
+        os.close(writer)
+        os.set_blocking(self.reader, False)
+
+    def over(self) -> bool:
+        """Whether it has ended, `outcome` then says how. Never waits."""
+        if self.outcome is not None:
+            return True
+        pid, code = os.waitpid(self.pid, os.WNOHANG)
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self.reader, 1 << 20):
+                self.data += part
+        if pid:
+            os.close(self.reader)
+            value, text = pickle.loads(self.data) if self.data else (None, "")
+            self.outcome = Outcome(os.waitstatus_to_exitcode(code), value, text, time.monotonic() - self.started)
+        elif time.monotonic() - self.started > LIMIT_S:
+            os.kill(self.pid, signal.SIGKILL)
+        return self.outcome is not None
 
 
 def _live(name: str, rank: int, world: int, writer: int) -> None:
@@ -215,6 +223,7 @@ SCENARIOS = {f"train {comm}": train_all(comm) for comm in COMMS}
 SCENARIOS |= {f"{kind} {comm}": fault(comm, kind) for comm in COMMS for kind in FAULTS}
 SCENARIOS |= {"leave shared": fault("shared", "leave"), "born": born_sharded, "no group": no_process_group}
 SCENARIOS |= {f"different {kind}": different(kind) for kind in ("layer", "dtype", "stage")}
+WAITING = ("kill dist", "exit dist", "exit well dist", "extra dist", "leave shared")  # seconds, until somebody is missed
 THREE = ("train shared", "train dist", "raise shared", "raise dist")
 
 

@@ -363,3 +363,26 @@ def test_cross_entropy_refuses_what_it_can_not_do():
     head.register_forward_hook(lambda *_: None)
     with pytest.raises(zs.ZeroshardError, match="forward hooks"):
         zs.tiled_cross_entropy(x, head, targets)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", [None, {"stage": 2}, STAGE3], ids=str)
+def test_torchs_encoder_layers_run_without_gradients(mode):
+    """torch's inference kernels read linear1.weight, which is in the tiles: the layers leave them."""
+    layer = nn.TransformerEncoderLayer(8, 2, 64, batch_first=True)
+    plain = nn.TransformerEncoder(layer, 2).eval()
+    model = zs.tile(copy.deepcopy(plain), max_bytes=1024)
+    assert len(tiles_of(model)) == 12
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
+
+    def body(rank: int) -> list[Tensor]:
+        if mode is not None:
+            zs.shard(model, None, **mode)
+        with torch.no_grad():
+            return [model(x), model(x, src_key_padding_mask=padding)[~padding]]
+
+    with torch.no_grad():
+        wanted = [plain(x), plain(x, src_key_padding_mask=padding)[~padding]]
+    for got, expected in zip(run_threads(1, body)[0], wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)

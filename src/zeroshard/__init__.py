@@ -47,6 +47,7 @@ from .errors import (
 )
 from .optim.lion import Lion
 from .optim.record import StepRecord
+from .plan.forecast import Forecast, forecast
 from .report import Report, report
 from .sampler import ShardedSampler
 from .version import __version__
@@ -55,11 +56,12 @@ from .whole import gathered
 
 __all__ = [
     "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
-    "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError", "Exported",
-    "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed", "ModelMismatch", "NonFiniteError", "Offload",
-    "OffloadIOError", "PeerFailed", "Report", "Save", "ShardedAccessError", "ShardedSampler", "ShardedWriteError",
-    "StallError", "StepRecord", "SwapError", "ZeroshardError", "__version__", "accumulate", "activation_report",
-    "backward", "checkpoint_activations", "clip_grad_norm_", "close", "export", "full_gradients",
-    "full_optimizer_state", "full_state_dict", "gathered", "init", "inspect_checkpoint", "io", "load", "report",
-    "save", "save_safetensors", "shard", "tile", "tiled_cross_entropy",
+    "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError",
+    "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
+    "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
+    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord", "SwapError",
+    "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
+    "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
+    "gathered", "init", "inspect_checkpoint", "io", "load", "report", "save", "save_safetensors", "shard", "tile",
+    "tiled_cross_entropy",
 ]  # fmt: skip

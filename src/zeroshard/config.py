@@ -7,9 +7,13 @@ section 5). Everything else in the library reads the row, never the stage number
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +54,53 @@ STAGES: dict[int, Row] = {
     3: Row(_S, _S, _S),  # Pos+g+p
 }
 
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an option takes, in words and as a test. None is taken where it is the default."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_number(value: object) -> bool:
+    """A real number; not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_scale(value: object) -> bool:
+    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+
+
+_BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
+_WHOLE = _Kind("a whole number", _is_whole)
+_POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
+_LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
+_FOLDER = _Kind("the path of a folder", lambda value: isinstance(value, (str, os.PathLike)))
+
+
+def _check_fields(given: object, kinds: Mapping[str, _Kind], prefix: str = "") -> None:
+    """Raise for the first field whose value is not of its kind."""
+    defaults = {f.name: f.default for f in dataclasses.fields(given)}  # type: ignore[arg-type]
+    for name, kind in kinds.items():
+        value = getattr(given, name)
+        if not (value is None and defaults[name] is None) and not kind.accepts(value):
+            raise ConfigError(f"{prefix}{name}: expected {kind.expected}, got {value!r}.")
+
+
 _TIERS = {"none": Tier.DEVICE, "device": Tier.DEVICE, "cpu": Tier.HOST, "host": Tier.HOST, "nvme": Tier.DISK, "disk": Tier.DISK}
+_OFFLOAD_KINDS = {
+    "device": _Kind("'none', 'cpu' or 'nvme'", lambda value: isinstance(value, str)),
+    "path": _FOLDER,
+    **dict.fromkeys(("pin_memory", "fused", "checksum", "any_filesystem"), _BOOL),
+    "ratio": _Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1),
+    **dict.fromkeys(("buffer_count", "buffer_nbytes"), _WHOLE),
+}
+_OPTIMIZER_ONLY = ("ratio", "fused")
 
 
 @dataclass(frozen=True)
@@ -80,14 +130,13 @@ class Offload:
     any_filesystem: bool = False
 
     def __post_init__(self) -> None:
+        _check_fields(self, _OFFLOAD_KINDS, "offload ")
         if self.device not in _TIERS:
             raise ConfigError(
                 f"offload device: expected 'none', 'cpu' or 'nvme', got {self.device!r}.{did_you_mean(self.device, _TIERS)}"
             )
         if self.tier is Tier.DISK and self.path is None:
             raise ConfigError("offload to 'nvme' needs a folder on a local disk: offload_path='...', or Offload('nvme', path='...').")
-        if not 0.0 <= self.ratio <= 1.0:
-            raise ConfigError(f"offload ratio: expected a number from 0 to 1, got {self.ratio!r}.")
         if self.buffer_count < 2 or self.buffer_nbytes < 1 << 16:
             raise ConfigError(
                 "offload buffers: expected a buffer_count of at least 2 and buffer_nbytes of at least 65536, got "
@@ -112,13 +161,57 @@ class Offload:
             for key in given:
                 if key not in known:
                     raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}.")
-            return cls(**{"path": path, **given} if _TIERS.get(given.get("device", "none")) is Tier.DISK else dict(given))
+            if given and "device" not in given:
+                raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
+            for key in _OPTIMIZER_ONLY:
+                if key in given and name != "offload_optimizer":
+                    raise ConfigError(f"{name}: {key} is of the optimizer's states alone: give it to offload_optimizer.")
+            return cls(**{"path": path, **given} if given.get("device") in ("nvme", "disk") else given)
         raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {type(given).__name__}.")
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 UNIT_CHOICES = ("auto", "model", "leaf")
+
+
+def _precision_name(value: object) -> str:
+    """'bf16' for its other spellings, torch.bfloat16 among them."""
+    name = str(value).removeprefix("torch.")
+    return _ALIASES.get(name, name)
+
+
+def _as_dtype(value: object) -> Any:
+    """The dtype that a name stands for; what is no such name comes back as it is."""
+    return PRECISIONS.get(_precision_name(value), value)
+
+
+def _are_units(value: object) -> bool:
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(isinstance(item, (str, type)) for item in value)
+    return isinstance(value, str) or callable(value)
+
+
+def _are_dtypes(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(key, str) and isinstance(dtype, torch.dtype) and dtype.is_floating_point for key, dtype in value.items()
+    )
+
+
+_DTYPE = _Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
+_CONFIG_KINDS = {
+    "units": _Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
+    **dict.fromkeys(
+        ("max_grad_norm", "max_unit_numel", "stall_timeout_s", "prefetch_nbytes", "min_unit_numel", "delayed_update",
+         "max_live_parameters", "prefetch_bucket_size"), _LENGTH),
+    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
+    **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
+    "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
+    "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
+    "initial_loss_scale": _Kind("a number above 0", _is_scale),
+    **dict.fromkeys(("loss_scale_window", "max_skipped_steps"), _POSITIVE),
+    "offload_path": _FOLDER,
+}  # fmt: skip
 
 PRESETS: dict[str, dict[str, object]] = {
     "ddp": {"stage": 0},
@@ -136,7 +229,9 @@ Units = str | tuple | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, validated when built.
+    """Every option of `zs.shard`. Immutable, validated when built. `Config.preset(name)`, or preset= beside the options, sets
+    those that a name of the field stands for: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
+    "zero-infinity" (which needs offload_path).
 
     stage:            0, 1, 2 or 3.
     precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16".
@@ -151,7 +246,11 @@ class Config:
     gradient_dtype:   dtype in which reduced gradients rest and accumulate.
     reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are fp32 always.
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
-    dtypes:           per-module policy: {class name or name pattern: dtype}, e.g. {"LayerNorm": torch.float32}.
+    dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
+                      Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
+                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them.
+    cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
+                      (rotary tables need fp32; a table that is added to activations must be cast).
     loss_scale:       fp16: "dynamic" or a fixed number.
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
@@ -182,6 +281,7 @@ class Config:
     reduce_dtype: torch.dtype | None = None
     master_weights: bool = True
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    cast_buffers: bool = False
     loss_scale: str | float = "dynamic"
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 2000
@@ -202,23 +302,14 @@ class Config:
             hint = " Pass the number, not the text." if str(self.stage) in map(str, STAGES) else ""
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
         self._normalise_precision()
-        if isinstance(self.units, str) and self.units not in UNIT_CHOICES:
-            # a bare class name is a natural slip for a tuple of one
+        if isinstance(self.units, type) or isinstance(self.units, str) and self.units not in UNIT_CHOICES:
+            # a bare class, or its name, is a natural slip for a tuple of one
             object.__setattr__(self, "units", (self.units,))
-        for name in ("max_grad_norm", "max_unit_numel", "stall_timeout_s", "prefetch_nbytes", "min_unit_numel",
-                     "delayed_update", "max_live_parameters", "prefetch_bucket_size"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, (str, bool)) or not value >= 0):
-                raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
-        for name in ("overlap", "master_weights", "map_shared", "keep_host_memory"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}: expected True or False, got {getattr(self, name)!r}.")
         for name in ("gradient_dtype", "reduce_dtype"):
-            value = getattr(self, name)
-            if value is not None and value not in PRECISIONS.values():
-                raise ConfigError(f"{name}: expected torch.float32, bfloat16 or float16, got {value!r}.")
-        if isinstance(self.loss_scale, str) and self.loss_scale != "dynamic":
-            raise ConfigError(f"loss_scale: expected 'dynamic' or a number, got {self.loss_scale!r}.")
+            object.__setattr__(self, name, _as_dtype(getattr(self, name)))
+        if isinstance(self.dtypes, Mapping):
+            object.__setattr__(self, "dtypes", {key: _as_dtype(dtype) for key, dtype in self.dtypes.items()})
+        _check_fields(self, _CONFIG_KINDS)
         self._normalise_offload()
 
     def _normalise_offload(self) -> None:
@@ -234,6 +325,8 @@ class Config:
             "offload_param": (self.row.parameter, "3"),
         }
         for name, (placement, stages) in needs.items():
+            if name != "offload_optimizer" and getattr(self, name).tier is not Tier.DEVICE and getattr(self, name).ratio != 1:
+                raise ConfigError(f"{name}: ratio is of the optimizer's states alone. Give this state an Offload without it.")
             if getattr(self, name).tier is not Tier.DEVICE and placement is not Placement.SHARDED:
                 raise ConfigError(
                     f"{name}={getattr(self, name).device!r} needs stage {stages}: at stage {self.stage} this state is "
@@ -245,32 +338,33 @@ class Config:
             raise ConfigError("delayed_update with offload_param='nvme' would write parameters twice: choose one of them.")
 
     def _normalise_precision(self) -> None:
-        given = self.precision
-        name = str(given).removeprefix("torch.")
-        name = _ALIASES.get(name, name)
+        given, name = self.precision, _precision_name(self.precision)
         if name not in PRECISIONS:
             known = ", ".join(map(repr, PRECISIONS))
             raise ConfigError(f"precision: expected one of {known}, got {given!r}.{did_you_mean(name, PRECISIONS)}")
         object.__setattr__(self, "precision", name)
 
     @classmethod
-    def build(cls, config: Config | None = None, **options: object) -> Config:
-        """`config` with `options` laid over it; unknown names are errors with a suggestion."""
-        known = {f.name for f in dataclasses.fields(cls)}
+    def build(cls, config: Config | None = None, *, preset: str | None = None, **options: object) -> Config:
+        """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given."""
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3.")
+        if preset is not None and preset not in list(PRESETS):
+            raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}")
+        known = {"preset"} | {f.name for f in dataclasses.fields(cls)}
         for name in options:
             if name not in known:
                 raise ConfigError(
                     f"unknown option {name!r}.{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."
                 )
         given = {name: value for name, value in options.items() if value is not None}
+        given = {**PRESETS[preset], **given} if preset is not None else given
         return dataclasses.replace(config, **given) if config is not None else cls(**given)  # type: ignore[arg-type]
 
     @classmethod
     def preset(cls, name: str, **options: object) -> Config:
         """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
-        if name not in PRESETS:
-            raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {name!r}.{did_you_mean(name, PRESETS)}")
-        return cls.build(None, **{**PRESETS[name], **options})
+        return cls.build(None, preset=name, **options)
 
     @property
     def row(self) -> Row:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
 from ..partition import find_blocks
+from ..precision import find_tensors
 from .disk import DiskPlace
 from .places import MemoryPlace, Place
 from .store import Store, top_hooks
@@ -251,20 +252,33 @@ class _Forward:
 class CheckpointedForward(_Forward):
     """A block's forward under a checkpoint whose inputs go to the store."""
 
+    looked = False  # through the inputs for what can not be stored
+
     @torch._disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
         _refuse_caches(self.name, args, kwargs)
-        tensors, inputs = _take_out((args, tuple(kwargs.values())))
-        names = tuple(kwargs)
+        tensors, inputs = _take_out((args, kwargs))
+        self._say_what_stays(inputs)
+        given = [(args, kwargs)]  # for forward: the caller's own containers, which a block may change
 
         def run(*tensors: Tensor) -> Any:
-            args, values = _put_back(inputs, iter(tensors))
-            return self.inner(*args, **dict(zip(names, values, strict=True)))
+            args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
+            return self.inner(*args, **kwargs)
 
         with self._hooks():
             return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
+
+    def _say_what_stays(self, inputs: Any) -> None:
+        """Once, since objects may be large to look through."""
+        opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
+        self.looked = True
+        if opaque is not None:
+            self.store.say(
+                f"{self.name} takes tensors inside a {opaque}, which are not stored: plain arguments are, and tuples, lists and "
+                "dicts of tensors."
+            )
 
     def _hooks(self) -> contextlib.AbstractContextManager:
         if _outer_checkpoint() or _in_backward():
@@ -355,20 +369,33 @@ _HERE = _Place()
 
 
 def _take_out(value: Any) -> tuple[list[Tensor], Any]:
-    """The tensors in nested tuples, and the same tuples without them. Other containers stay whole: a block may change them."""
+    """The tensors in nested tuples, lists and dicts, and the same containers without them. Other objects stay whole."""
     if isinstance(value, Tensor):
         return [value], _HERE
-    if type(value) is not tuple:
+    if type(value) not in (tuple, list, dict):
         return [], value
-    parts = [_take_out(item) for item in value]
-    return [tensor for tensors, _ in parts for tensor in tensors], tuple(rest for _, rest in parts)
+    parts = [_take_out(item) for item in (value.values() if type(value) is dict else value)]
+    rests = [rest for _, rest in parts]
+    rest = dict(zip(value, rests, strict=True)) if type(value) is dict else type(value)(rests)
+    return [tensor for tensors, _ in parts for tensor in tensors], rest
 
 
-def _put_back(value: Any, tensors: Any) -> Any:
+def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The inverse of `_take_out`."""
     if value is _HERE:
         return next(tensors)
-    return tuple(_put_back(item, tensors) for item in value) if type(value) is tuple else value
+    if type(value) is dict:
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    return type(value)(_put_back(item, tensors) for item in value) if type(value) in (tuple, list) else value
+
+
+def _opaque(value: Any, min_numel: int) -> str | None:
+    """The class of an object that `_take_out` has left whole though tensors worth storing are in it."""
+    if type(value) in (tuple, list, dict):
+        items = value.values() if type(value) is dict else value
+        return next((found for item in items if (found := _opaque(item, min_numel))), None)
+    held = any(tensor.requires_grad and tensor.numel() >= min_numel for tensor in find_tensors(value))
+    return type(value).__name__ if held else None
 
 
 def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:

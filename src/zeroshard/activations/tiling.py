@@ -25,7 +25,7 @@ from ..errors import ConfigError, ZeroshardError
 from ..optim.sharded import ShardedOptimizer
 from ..partition import collect, partition
 from ..sharded import ShardedParameter, ShardedTensor
-from ..tiles import Part
+from ..tiles import Part, Tiled
 from ..unit import ParamHome
 from .tiled_layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
 
@@ -101,6 +101,7 @@ def tile(
         _say(f"nothing to tile: no weight is larger than {limit:,} bytes")
     for cut in cuts:
         _carry_out(cut, optimizer)
+    _leave_fast_paths(model)
     return model
 
 
@@ -292,6 +293,17 @@ def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         del module._parameters["weight"]
         module.__class__ = cls
         module.tiles = nn.ModuleList(tiles).train(module.training)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Keep torch's encoders with tiles from their inference kernels, which read weights without calling the modules."""
+    for module in model.modules():
+        if not any(isinstance(inner, Tiled) for inner in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # which says that the kernels do not know the activation
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
 
 
 def _linear_tiles(

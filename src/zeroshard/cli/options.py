@@ -4,12 +4,13 @@
 text on any number of ranks:   batch = ranks x accumulate x sequences of one forward pass.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import zeroshard as zs
-from zeroshard.config import Tier
+from zeroshard.config import PRESETS, Tier
 from zeroshard.models import GPTConfig
 
 from .arguments import Parser, UsageError
@@ -31,8 +32,11 @@ def _option(default: Any, text: str, **settings: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A validated call of `zeroshard train`. Each field is the option of that name."""
+    """A validated call of `zeroshard train`. Each field is the option of that name; what `preset` stands for is in the others."""
 
+    preset: str | None = _option(
+        None, "stage and offload by the field's name for them; options given beside it count", choices=tuple(PRESETS)
+    )
     stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
     ranks: int | None = _option(None, "local ranks to start (default: one per GPU, without GPUs 2)", type=int)
     size: str = _option("tiny", "preset of layers, dim and heads", choices=tuple(SIZES))
@@ -71,6 +75,9 @@ class TrainOptions:
     offload_ratio: float = _option(1.0, "fraction of the optimizer states that is offloaded", type=float)
     buffer_count: int = _option(8, "host buffers of a rank through which offloaded states pass", type=int)
     buffer_mib: int = _option(16, "MiB of each of these buffers", type=int)
+    pin_memory: bool = _option(
+        True, "page-lock the host memory of what is offloaded, where there is a GPU", action=argparse.BooleanOptionalAction
+    )
     delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
     max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
@@ -106,6 +113,8 @@ class TrainOptions:
         self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
         for name, usual in (("buffer_count", 8), ("buffer_mib", 16)):
             self._expect(name, getattr(self, name) == usual or self.offloads, "none without an --offload option")
+        if not (self.pin_memory or self.uses_tiers):
+            raise UsageError("--no-pin-memory: expected none without an --offload option")
 
     def _expect(self, name: str, condition: bool, expected: str) -> None:
         if not condition:
@@ -140,8 +149,9 @@ class TrainOptions:
     def _offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
         path = (self.offload_path or OFFLOAD_PATH) if device == "nvme" else None
         return zs.Offload(
-            device, path=path, ratio=ratio, buffer_count=self.buffer_count, buffer_nbytes=self.buffer_mib << 20
-        )
+            device, path=path, pin_memory=self.pin_memory, ratio=ratio, buffer_count=self.buffer_count,
+            buffer_nbytes=self.buffer_mib << 20,
+        )  # fmt: skip
 
     def activations(self) -> zs.Offload:
         """Where the inputs of checkpointed blocks rest."""
@@ -153,6 +163,11 @@ class TrainOptions:
         config = self.sharding()
         tiers = (config.offload_optimizer.tier, config.offload_gradient.tier, config.offload_param.tier)
         return any(tier is not Tier.DEVICE for tier in tiers)
+
+    @property
+    def uses_tiers(self) -> bool:
+        """Whether a model state or activations rest off the device."""
+        return self.offloads or self.offload_activations != "none"
 
     @property
     def uses_disk(self) -> bool:
@@ -184,4 +199,8 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
     parser = Parser(prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.")
     for option in fields(TrainOptions):
         parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
-    return TrainOptions(**vars(parser.parse(argv)))
+    chosen = parser.parse(argv)
+    if chosen.preset is not None:  # another row of defaults: what was given beside it counts
+        parser.set_defaults(**PRESETS[chosen.preset])
+        chosen = parser.parse(argv)
+    return TrainOptions(**vars(chosen))

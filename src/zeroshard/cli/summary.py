@@ -35,7 +35,7 @@ class Outcome:
     last: StepResult
     step_traffic: Mapping[str, tuple[int, int]]  # kind -> calls, bytes that a rank sends in one training step
     step_moved: Mapping[str, int]  # link between tiers -> bytes that a rank moves in one training step
-    forecast: Forecast | None  # of a step, where states are offloaded
+    forecast: Forecast | None  # of a step, where states or activations are offloaded
     median_seconds: float  # of a step
     activations: zs.ActivationReport | None  # where they are checkpointed
     options: TrainOptions

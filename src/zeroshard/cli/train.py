@@ -82,7 +82,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     if options.resume is not None:
         folder = _resume(trainer, path, console)
     summary.opening(console, options, ranks, corpus, trainer.model)
-    forecast = trainer.forecast() if options.offloads else None
+    forecast = trainer.forecast() if options.uses_tiers else None
     if forecast is not None:
         console.print(f"forecast: {forecast}", highlight=False, soft_wrap=True)
     before, steps = _train(trainer, folder, console, path / CHECKPOINTS)

@@ -53,7 +53,7 @@ class Forecast:
             f"{name} {rate / 1e9:.2f} {steps if name == HOST_STEP else 'GB/s'}" for name, rate in self.rates.items()
         )
         parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.seconds.items())
-        measured = f"measured on each rank: {rates}" if rates else "nothing is offloaded"
+        measured = f"measured on each rank: {rates}" if rates else "no model state is offloaded"
         return f"{measured}; a step takes {self.step_seconds:.2f} s ({parts}), bound by {self.bound}"
 
 
