@@ -12,6 +12,7 @@ import pytest
 
 from zeroshard import launch
 from zeroshard.launch import ProcessesFailed, describe_exit, free_port, rank_environment, run_processes, spawn
+from zeroshard.machine import ranks_here
 
 pytestmark = pytest.mark.processes
 
@@ -156,3 +157,11 @@ def test_words_for_exit_codes():
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(None) == "still running"
     assert 1024 <= free_port() < 65536
+
+
+@pytest.mark.parametrize(("given", "ranks"), [(None, 3), ("2", 2), ("0", 1), ("many", 3), ("", 3)])
+def test_ranks_of_this_machine_are_what_the_launcher_says(given, ranks, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if given is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    assert ranks_here(3) == ranks

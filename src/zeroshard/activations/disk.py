@@ -10,7 +10,6 @@ disk has room is asked whenever more is kept than ever before, for the first sli
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 from ..comm.streams import Streams
 from ..config import Offload, Tier
 from ..errors import SwapError
+from ..machine import ranks_here
 from ..memory.files import ALIGN, Engine, File, empty_aligned
 from ..memory.ledger import Ledger
 from ..memory.swap import SwapFolder
@@ -51,7 +51,7 @@ class DiskPlace(Place):
         self.away = streams.separate_host
         pin = offload.pin_memory and device.type == "cuda"
         assert offload.path is not None
-        self.ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # that use this disk, as far as is known
+        self.ranks = ranks_here(1)  # that use this disk, as far as is known
         self.folder = SwapFolder(
             offload.path, rank=rank, needed_nbytes=arena_nbytes, host_needed_nbytes=arena_nbytes * self.ranks,
             any_filesystem=offload.any_filesystem,

@@ -34,6 +34,7 @@ from ..errors import (
     ZeroshardError,
     did_you_mean,
 )
+from ..machine import ranks_here
 from ..memory.host import available_nbytes
 from ..memory.ledger import OPTIMIZER
 from ..optim import restoring
@@ -176,7 +177,7 @@ def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) ->
         return False
     values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in runtime.groups)
     states = runtime.ledger.now[OPTIMIZER] if core is not None else 0
-    on_host, ranks = runtime.comm.device.type == "cpu", int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
+    on_host, ranks = runtime.comm.device.type == "cpu", ranks_here(runtime.comm.world_size)
     wanted = int(_SPARE * ranks * (values + states * on_host))
     fits = _has(wanted)
     if not all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory")):  # what saves in the background keep is not states

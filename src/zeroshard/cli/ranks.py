@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ..machine import ranks_here
 from .arguments import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,7 +96,7 @@ def join(device: str, threads: int | None) -> Ranks:
     together = launched()
     rank, world_size = (int(os.environ[name]) for name in VARIABLES[:2]) if together else (0, 1)
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    local_ranks = ranks_here(world_size)
     chosen = choose_device(device, local_rank, local_ranks)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from ..layout import round_up
+from ..machine import ranks_here
 from .lion import Lion, lion_update
 
 # Parameters per chunk and thread. Adam touches 20 bytes of cache a parameter: 1.3 MB, for second-level caches of 2 MB.
@@ -400,7 +401,7 @@ def host_threads(local_ranks: int | None = None) -> int:
     None: LOCAL_WORLD_SIZE, which launchers set, or 1. Launchers set OMP_NUM_THREADS=1 for ranks too, which suits a
     rank that computes on a GPU but leaves most cores of the host idle while it steps.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if local_ranks is None else local_ranks
+    ranks = ranks_here(1) if local_ranks is None else local_ranks
     return max(1, visible_cores() // max(1, ranks))
 
 

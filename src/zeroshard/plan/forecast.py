@@ -12,7 +12,6 @@ ZeRO-Infinity, arXiv 2104.07857, section 4 (efficiency from bandwidth and arithm
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
+from ..machine import ranks_here
 from ..optim.kernels import describe_threads, visible_cores
 from ..optim.runs import Run
 from ..report import Link, pass_itemsizes, step_itemsizes
@@ -195,8 +195,7 @@ def _cores_to_spare(runtime: Runtime) -> bool:
     """Whether the host can step beside forward and backward without taking their cores."""
     if runtime.tiers.separate:
         return True
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.comm.world_size))
-    return visible_cores() >= 2 * ranks * torch.get_num_threads()
+    return visible_cores() >= 2 * ranks_here(runtime.comm.world_size) * torch.get_num_threads()
 
 
 def _compute_seconds(runtime: Runtime, micro_batch: Callable[[], Tensor], keep_gradients: bool) -> float:
