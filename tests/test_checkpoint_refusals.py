@@ -147,3 +147,29 @@ def test_a_buffer_is_no_extra_state_for_its_name(tmp_path):
     with pytest.raises(zs.CheckpointMismatch, match=r"my_extra_state \(4,\) \(buffer\)"):
         zs.load(tmp_path / "without", model)
     assert torch.equal(zs.close(model).my_extra_state, torch.ones(4))
+
+
+def test_the_name_that_safetensors_itself_uses(tmp_path):
+    model = nn.Linear(4, 4)
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(3)))
+    model = zs.shard(model)[0]
+    with pytest.raises(zs.ConfigError, match="__metadata__ is a name that safetensors itself uses"):
+        zs.save_safetensors(model, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+# -- what was trained alone ------------------------------------------------------------------------------------------------
+
+
+def test_a_base_that_was_frozen_when_it_was_saved(tmp_path):
+    """The message says why names are missing, and what to do with model and optimizer."""
+
+    def built(frozen: bool) -> tuple:
+        model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        model[0].requires_grad_(not frozen)
+        return zs.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+    zs.save(tmp_path, *built(frozen=True))
+    with pytest.raises(zs.CheckpointMismatch, match="It holds what was trained alone; the model trains more now") as caught:
+        zs.load(tmp_path, *built(frozen=False))
+    assert "0.weight (4, 4)" in str(caught.value) and "optimizer=None to take the model alone" in str(caught.value)

@@ -373,6 +373,8 @@ class _FileLayout:
 def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
     if not isinstance(value, Tensor):
         raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
+    if name == "__metadata__":
+        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; call the tensor otherwise.")
     dtype = wanted if wanted is not None and value.is_floating_point() else value.dtype
     if dtype not in SAFETENSORS_NAMES:
         raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}.")

@@ -233,6 +233,11 @@ class _Loading:
                     missing.append(f"{name} {shape}")
         problems = untied + self._compare_buffers(missing, mismatched, used)
         problems += self._compare_optimizer()
+        if missing and self.opened.trained_only:
+            problems.append(
+                "  It holds what was trained alone; the model trains more now. Load it into the model as it was frozen then and "
+                "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
+            )
         if problems:
             raise CheckpointMismatch(f"{self.opened.path} does not fit the model; nothing was changed.\n" + "\n".join(problems))
         return self._extras(extra)
@@ -302,6 +307,8 @@ class _Loading:
             differing = sorted(set(map(str, given["params"])) ^ set(mine["params"]))
             if differing:
                 problems.append(f"  optimizer group {number}: {len(differing)} members differ, first {', '.join(differing[:5])}")
+        if problems:
+            problems.append("  Load it with optimizer=None to take the model alone.")
         return problems or self._find_states()
 
     def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
