@@ -308,7 +308,7 @@ class _Loading:
             if differing:
                 problems.append(f"  optimizer group {number}: {len(differing)} members differ, first {', '.join(differing[:5])}")
         if problems:
-            problems.append("  Load it with optimizer=None to take the model alone.")
+            problems[-1] += ": load it with optimizer=None to take the model alone"
         return problems or self._find_states()
 
     def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
