@@ -117,7 +117,6 @@ def load(
     runtime, wanted = runtime_of(model), extra or {}
     core = _agree(runtime, path, optimizer, name, verify)
     _await_save(runtime)
-    runtime.before_change()
     in_bulk = lambda manifest: verify is True and _stages(runtime, core, manifest)  # noqa: E731
     for looks in range(LOOKS, 0, -1):
         opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
