@@ -24,9 +24,9 @@ LAYERS = (
     ("memory.ledger",),
     ("comm",),  # the interface and its backends
     ("memory",),  # pools, tiers, files
-    ("sharded", "localbox"),  # the tensor subclass, and what checkpoint tools see of it
+    ("sharded", "localbox", "lending"),  # the tensor subclass, and what checkpoint tools see of it
     ("buffer", "tiles"),  # layout x placement; parts of parameters
-    ("unit",),
+    ("unit", "watch", "reductions"),
     ("partition", "build", "agreement"),
     ("runtime",),
     ("hooks", "optim"),

@@ -1,12 +1,11 @@
-"""Units that are found, and modules whose parents compute with their parameters: equal to one process, or a clear refusal."""
+"""Units that are found, and modules whose parents compute with their parameters: equal to one process; what else is refused, with the remedy."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from zoo import Block, Case, Stack, check, every_mode, normal_batches, run_threads, seeded, square
+from zoo import Case, Stack, check, every_mode, normal_batches, run_threads, seeded, square
 
 import zeroshard as zs
 from zeroshard.config import Config
@@ -79,34 +78,7 @@ def test_a_module_that_is_never_called_is_no_unit(kind):
     assert not any(name.endswith("out_proj") for name in names), names
 
 
-# -- what can not be found out ------------------------------------------------------------------------------------
-
-
-class Reaches(Stack):
-    """The model computes with a leaf's parameter, without calling the leaf. The leaf is large."""
-
-    def __init__(self) -> None:
-        super().__init__(7, 2, Block)
-        self.table = nn.Linear(7, 90)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(super().forward(x) @ self.last.weight, self.table.weight) + self.table(x)
-
-
-@pytest.mark.parametrize("mode", [{"stage": 3}, {"stage": 3, "map_shared": False}], ids=str)
-def test_a_parameter_that_another_module_computes_with_is_refused_with_the_remedy(mode):
-    def run(rank):
-        model, _ = zs.shard(seeded(Reaches), None, **mode)
-        with pytest.raises(zs.ShardedAccessError, match=r"table\.weight.*both must be in one unit.*units='model'"):
-            model(torch.ones(2, 7))
-
-    run_threads(2, run)
-
-
-@every_mode
-@pytest.mark.parametrize("units", ["model", (Block,)], ids=str)
-def test_the_remedy_helps(mode, units):
-    check(Case(seeded(Reaches), normal_batches(2, 2, 4, 7), square), units=units, **mode)
+# -- what is refused ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("foreach", [None, False])

@@ -140,6 +140,40 @@ def test_several_backwards_before_a_step(mode, loop):
 
 
 @every_mode
+def test_autocast_around_the_forward(mode):
+    def loss(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square(model, batch).float()
+
+    check(Case(seeded(Stack), normal_batches(3, 2, 4, 7), loss), **mode)
+
+
+@every_mode
+def test_torch_autograd_grad_gives_local_gradients(mode):
+    """Of the user's parameters, as of any data-parallel model: not averaged, and `p.grad` is not touched."""
+    plain, (batches,) = seeded(Stack), normal_batches(1, 2, 4, 7)
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(plain), None, **mode)
+        expected = copy.deepcopy(plain)
+        for _ in range(2):
+            mine = torch.autograd.grad(square(model, batches[rank]), list(model.parameters()))
+            theirs = torch.autograd.grad(square(expected, batches[rank]), list(expected.parameters()))
+            for name, got, wanted in zip(dict(plain.named_parameters()), mine, theirs, strict=True):
+                same(got, wanted, name, 0.0)
+            assert all(p.grad is None for p in model.parameters())
+        square(model, batches[rank]).backward()
+        return zs.full_gradients(model)
+
+    first, second = run_threads(2, run)
+    losses = [square(plain, batch) for batch in batches]
+    for name, param in plain.named_parameters():
+        wanted = sum(torch.autograd.grad(loss, param, retain_graph=True)[0] for loss in losses) / 2
+        same(first[name], second[name], name, 0.0)
+        same(first[name], wanted, name, 1e-6)
+
+
+@every_mode
 @pytest.mark.parametrize("train_mode", [True, False])
 def test_evaluation_in_between(mode, train_mode):
     def evaluate(model):

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ class BirthHome:
     def set_gradient(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from .config import Config
 from .partition import casts, module_dtypes
 from .precision import cast_floating
 from .runtime import Runtime
-from .tiles import Tile
 from .unit import ParamGroup, Unit
 
 
@@ -65,26 +64,21 @@ def _attach_root(runtime: Runtime) -> None:
         return runtime.root_exit(output)
 
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    runtime.handles.append(model.register_forward_hook(after))
-
-
-def _marks(unit: Unit) -> bool:
-    """Whether a unit's backward can be over before all its gradients are there: some are frozen, or (tiles) tied."""
-    return unit.has_frozen or isinstance(unit.modules[0], Tile)
+    runtime.handles.append(model.register_forward_hook(after, always_call=True))
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     compiled = module._compiled_call_impl
     if compiled is not None:
         runtime.compiled.append((module, compiled))
-        module._compiled_call_impl = functools.partial(_call_compiled, runtime, unit, compiled)
+        module._compiled_call_impl = functools.partial(_around, runtime, unit, compiled)
         return
 
     @torch.compiler.disable
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         outermost = unit.depth == 0
         runtime.enter(unit)
-        return runtime.mark_inputs(unit, args, kwargs) if outermost and _marks(unit) else None
+        return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
     @torch.compiler.disable
     def after(module: nn.Module, args: tuple, output: Any) -> None:
@@ -94,18 +88,9 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
 
 
-def _call_compiled(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
     """A unit's forward around a compiled call."""
-    outermost = unit.depth == 0
-    runtime.enter(unit)
-    if outermost and _marks(unit):
-        args, kwargs = runtime.mark_inputs(unit, args, kwargs)
-    output = None
-    try:
-        output = compiled(*args, **kwargs)
-    finally:
-        runtime.exit(unit, output)
-    return output
+    return runtime.run_inside(unit, compiled, args, kwargs)
 
 
 def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:

@@ -11,10 +11,8 @@ depends on the stage is in the units' placements, never here.
 
 from __future__ import annotations
 
-import operator
-import struct
+import weakref
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -23,15 +21,17 @@ from torch.autograd import Variable
 
 from .comm.base import Comm
 from .config import Config
-from .errors import CheckpointError, ModelChanged, ModelClosed, ShardedAccessError, ZeroshardError
+from .errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .memory.tiers import Tiers
 from .precision import LossScaler, cast_floating, find_tensors, look_through, map_tensors
+from .reductions import Reductions
 from .schedule import Schedule, Visit
-from .sharded import clear_local_grad, local_grad
+from .sharded import ShardedTensor, clear_local_grad, local_grad
 from .tiles import Tile
 from .unit import ParamGroup, Phase, Unit
+from .watch import ModelWatch
 
 _LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
 
@@ -54,6 +54,17 @@ class _Marked(torch.autograd.Function):
         return (None, *grads)
 
 
+class _End:
+    """What autograd calls at the end of one backward: it keeps this for as long as that backward runs, or until it has failed."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self) -> None:
+        if self.runtime._active:
+            self.runtime.end_backward()
+
+
 class Runtime:
     """Everything that zeroshard keeps about one sharded model. `runtime_of(model)` finds it."""
 
@@ -71,7 +82,7 @@ class Runtime:
         self.optimizer: Any = None
         self.saver: Any = None  # of checkpoints
         self.unusable = ""  # why, where a load ended half-way
-        self.num_params = sum(len(group.specs) for group in self.groups)
+        self.reductions = Reductions(units, config, comm, self._poll)
         self.sync = True  # False inside zs.accumulate
         self.accumulated = False  # there was a zs.accumulate since the last reduced backward
         self.closed = False
@@ -85,20 +96,17 @@ class Runtime:
             scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
             self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
         self.messages: list[str] = []
-        self._tree = _Tree(model)
-        self._firsts = [group.params[0] for group in self.groups]  # whoever converts the model converts these
-        self._dtypes = [param.dtype for param in self._firsts]
+        self._model_watch = ModelWatch(model, self.groups)
         self._active = False  # inside a backward
         self._training = False  # inside a forward that was entered with gradients
+        self._forwards = 0  # of the whole model, running
         self._scaled = False  # the loss scale was applied in this backward
-        self._touched: set[int] = set()  # parameters that got a gradient since the last reduction
-        self._reduced: set[int] = set()  # units whose reduction this backward started
-        self._order = [unit.number for unit in reversed(units) if unit.expected]  # agreed, for ordered comms
-        self._completed: list[int] = []  # in this backward, in this rank's order
-        self._agreed = False  # the order is that of a backward; until then it is that of the definition, reversed
-        self._departing: list[int] = []  # units whose reduced gradients have not left for where they rest
+        self._ending: Callable[[], _End | None] = lambda: None  # the end of the backward that runs
+        self._arrived: set[int] = set()  # parameters that got their gradient in this backward
         self._kept: list[Unit] = []  # units whose memory an output still refers to
+        self._kept_before = 0  # how many of them when this forward began
         self.handles: list[Any] = []  # hooks, for close
+        self.lend = torch.compiler.disable(self._lend)  # what a compiled block computes with others' parameters is not traced
         self.compiled: list[tuple[nn.Module, Any]] = []
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -120,56 +128,39 @@ class Runtime:
             self._abandon()
         if not self._active:
             self._training = torch.is_grad_enabled()
-            self._release_kept()
-            self._check_modules()
+            if self._training or any(unit.outdated for unit in self._kept):
+                self._release_kept()
+            self._kept_before = len(self._kept)  # by a forward whose backward may follow an evaluation
+            self._model_watch.check(any(unit.pinned for unit in self.units))
             for unit in self.units:
                 unit.check_unchanged()
         if self.config.precision != "fp32":
             args, kwargs = cast_floating((args, kwargs), self.config.compute_dtype)
+        self._forwards += 1
         return args, kwargs
 
-    def _check_modules(self) -> None:
-        """Raise ModelChanged where parameters came, went or got another dtype (a submodule may be wrapped)."""
-        if [param.dtype for param in self._firsts] != self._dtypes:
-            self._complain_dtype()
-        if self._tree.stands() or any(unit.pinned for unit in self.units):
-            return
-        names = {id(p): spec.name for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
-        present = {id(p): name for name, p in self.model.named_parameters()}
-        gone = [name for key, name in names.items() if key not in present]
-        new = [name for key, name in present.items() if key not in names]
-        if gone or new:
-            raise ModelChanged(
-                f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
-                "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
-            )
-        self._tree = _Tree(self.model)
-
-    def _complain_dtype(self) -> None:
-        for group, param, known in zip(self.groups, self._firsts, self._dtypes, strict=True):
-            if param.dtype != known:
-                raise ModelChanged(
-                    f"parameter {group.specs[0].name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
-                    "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
-                )
-
     def root_exit(self, output: Any) -> Any:
-        """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled."""
+        """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled (None: by an exception)."""
+        self._forwards = max(self._forwards - 1, 0)  # it may have been refused before it began
         self._training = False
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
+            if not self._active:
+                self._release_viewed(output)
         else:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._check_open)
+                    tensor.register_hook(self._reached)
         if self.scaler is None or output is None:
             return output
         output = cast_floating(output, torch.float32)
         return map_tensors(self._scale_gradient, output)
 
-    def _check_open(self, _: Tensor) -> None:
+    def _reached(self, _: Tensor) -> None:
+        """A gradient enters the model: the backward that ends the step, not one that reentrant checkpointing nests in it."""
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
+        self._await_end()
 
     def _scale_gradient(self, tensor: Tensor) -> Tensor:
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -197,15 +188,35 @@ class Runtime:
             return
         if output is not None:
             self._gather_staged()
-        if torch.is_grad_enabled() and output is not None:
+        if output is not None:
             self._watch(unit, output)
-            if self._active and unit.sharded and not isinstance(unit.modules[0], Tile):
+            if self._active and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'
         if unit.in_backward or not unit.sharded:
             return
         unit.swap_out()
         if not self.schedule.repeats(Visit(unit.number, False), self._in_training()) and not self._lives_on(unit):
             self._release(unit)
+
+    def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
+        running = self._forwards > 0 or any(each.depth for each in self.units) or (self._active and _in_backward())
+        if unit.pinned or not running:
+            return NotImplemented
+        return self.run_inside(unit, lambda *args, **kwargs: func(*unit.as_computed(args), **unit.as_computed(kwargs)), args, kwargs)
+
+    def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """A forward of the unit that is not that of one of its modules: a compiled call, an operation with its parameters."""
+        outermost = unit.depth == 0
+        self.enter(unit)
+        output = None
+        try:
+            if outermost and unit.marked:
+                args, kwargs = self.mark_inputs(unit, args, kwargs)
+            output = function(*args, **kwargs)
+        finally:
+            self.exit(unit, output)
+        return output
 
     def _lives_on(self, unit: Unit) -> bool:
         """True if the unit is needed again before more than `max_live_parameters` elements have been gathered."""
@@ -227,12 +238,12 @@ class Runtime:
 
     def mark_inputs(self, unit: Unit, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Units with frozen parameters: find out when their backward is over by marking the inputs."""
-        tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        tensors = [t for t in find_tensors((args, kwargs)) if t.requires_grad and not isinstance(t, ShardedTensor)]
         if not tensors or not torch.is_grad_enabled() or not unit.sharded:
             return args, kwargs
 
         def done() -> None:
-            if unit.arrived == 0 or not unit.expected:
+            if not unit.arrived or not unit.expected:
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), _Marked.apply(done, *tensors), strict=True))
@@ -249,8 +260,7 @@ class Runtime:
             self.messages.append(message)
         unit.ready()
         unit.swap_in()
-        if self.optimizer is not None:
-            self.optimizer.core.poll()
+        self._poll()
         if self.config.overlap:
             self._prefetch(training)
 
@@ -284,12 +294,10 @@ class Runtime:
                 unit.gather()
 
     def _watch(self, unit: Unit, output: Any) -> None:
-        """Let the first gradient that reaches an output of the unit gather it again."""
-        if not unit.sharded:
+        """Let the first gradient that reaches an output of the unit gather it again; keep what an output still refers to."""
+        training, memories = torch.is_grad_enabled(), unit.memories
+        if not unit.sharded or not (training or memories):
             return
-        memories = None if unit.groups[0].values.mapped else {
-            group.values.full.untyped_storage()._cdata for group in unit.groups
-        }  # fmt: skip
 
         def arrived(_: Any) -> None:
             self.begin_unit_backward(unit)
@@ -297,9 +305,9 @@ class Runtime:
         found = False
         tensors, complete = look_through(output)
         for tensor in tensors:
-            if memories is not None and tensor.untyped_storage()._cdata in memories:
+            if memories and tensor.untyped_storage()._cdata in memories:
                 self._keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
-            if not tensor.requires_grad:
+            if not (training and tensor.requires_grad):
                 continue
             found = True
             if tensor.grad_fn is not None:
@@ -307,24 +315,35 @@ class Runtime:
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
-        if not (found and complete) and unit.expected and memories is not None:
+        if training and not (found and complete) and unit.expected and memories:
             self._keep(unit)  # outputs that can not be seen: backward may still come through them
 
     def _keep(self, unit: Unit) -> None:
         """Hold the unit's memory until the backward (or the next forward) is over."""
         if not unit.kept:
-            unit.kept = True
+            unit.kept, unit.outdated = True, False
             self._kept.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Called by every event of backward; the first one orders the callback at its end."""
-        if not self._active:
-            if self.closed:
-                raise ModelClosed("backward() through a model that was closed with zs.close().")
-            self._active = True
-            Variable._execution_engine.queue_callback(self.end_backward)
+        if self._active and self._ending() is not None:
+            return
+        if self.closed:
+            raise ModelClosed("backward() through a model that was closed with zs.close().")
+        self._await_end()
+        self._active = True
+
+    def _await_end(self) -> None:
+        """Have `end_backward` called when the backward that runs now is over; what an earlier one left that failed goes."""
+        if self._ending() is not None:
+            return
+        if self._active:
+            self._abandon()
+        end = _End(self)
+        self._ending = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
 
     def begin_unit_backward(self, unit: Unit) -> None:
         """A gradient has reached an output of the unit."""
@@ -344,65 +363,28 @@ class Runtime:
         clear_local_grad(param)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        assert group.grads is not None
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                group.grads.add(index, grad.detach(), self.sync)
+                self.reductions.take(unit, group, index, grad.detach(), self.sync)
         else:
-            group.grads.add(index, grad, self.sync)
-        self._touched.add(group.specs[index].number)
+            self.reductions.take(unit, group, index, grad, self.sync)
         self.unweighted |= not self.weighing
-        unit.arrived += 1
-        if unit.arrived == unit.expected:
-            self._complete(unit)
-
-    def _complete(self, unit: Unit) -> None:
-        """All gradients of the unit are there."""
-        unit.arrived = 0
-        self._gather_staged()
-        if self.sync:
-            self._completed.append(unit.number)
-            if self.comm.ordered:
-                self._reduce_in_order()
-            else:
-                self._reduce(unit)
-        if not unit.has_frozen:
-            self._leave_backward(unit)
-
-    def _reduce(self, unit: Unit) -> None:
-        self._reduced.add(unit.number)
-        for group in unit.trainable:
-            assert group.grads is not None
-            with torch.no_grad():
-                group.grads.reduce()
-                if not self.config.overlap:
-                    group.grads.settle()
-        self.comm.poll()
-        self._depart(unit)
-
-    def _depart(self, latest: Unit) -> None:
-        """Gradients that rest elsewhere leave while backward goes on; the device's only stream does not wait for the latest."""
-        for number in self._departing:
-            if number != latest.number:
-                for group in self.units[number].trainable:
-                    group.grads.depart()
-        self._departing = [
-            number
-            for number in [*self._departing, latest.number]
-            if any(group.grads.departing for group in self.units[number].trainable)
-        ]
-        if self.optimizer is not None:
-            self.optimizer.core.poll()
-
-    def _reduce_in_order(self) -> None:
-        """Start what may start: a reduction waits for those before it in the agreed order."""
-        done = set(self._completed)
-        for number in self._order:
-            if number in self._reduced:
-                continue
-            if number not in done:
-                return
-            self._reduce(self.units[number])
+        number, task = group.specs[index].number, torch._C._current_graph_task_id()
+        if task != unit.task:  # a reentrant checkpoint's own backward brings all of its gradients
+            unit.task = task
+            unit.arrived.clear()
+        unit.arrived.add(number)
+        if number not in self._arrived:
+            self._arrived.add(number)
+            unit.complete += 1
+            if unit.complete == unit.expected:
+                self._gather_staged()
+                if self.sync:
+                    self.reductions.start(unit)
+        if len(unit.arrived) == unit.expected:
+            unit.arrived.clear()
+            if not unit.has_frozen:
+                self._leave_backward(unit)
 
     def _leave_backward(self, unit: Unit) -> None:
         if not unit.in_backward:
@@ -414,79 +396,30 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The end of backward: join what others reduced, wait for all reductions, release all units."""
-        if self.scaler is not None and self._touched and not self._scaled:
+        if self.scaler is not None and self.reductions.touched and not self._scaled:
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
                 "submodule called directly), so the loss scale could not be applied. Return such losses from forward."
             )
         with torch.no_grad():
             if self.sync:
-                self._join()
-                self._finish_reductions()
+                self._reduce_all()
         for unit in self.units:
-            unit.arrived = 0
+            unit.arrived.clear()
+            unit.complete = 0
             self._leave_backward(unit)
         self._release_kept()
         self.schedule.end(training=True)
+        self._arrived = set()
         self._active = self._scaled = False
 
-    def _join(self) -> None:
-        """Agree on units and parameters with gradients; reduce (with zeros) what only others completed."""
-        started = {u.number for u in self.units if any(g.grads.pending or g.grads.holds for g in u.trainable)}
-        mine = self._reduced | started
-        units, params = self._exchange_masks(mine, self._touched)
-        missing = sorted(units - self._reduced, reverse=True)
-        if self.comm.ordered:
-            missing = [number for number in self._order if number in missing]
-        for number in missing:
-            self._reduce(self.units[number])
-        for group in self.groups:
-            for index, spec in enumerate(group.specs):
-                if spec.number in params:
-                    group.active[index] = True
-
-    def _exchange_masks(self, units: set[int], params: set[int]) -> tuple[set[int], set[int]]:
-        """The unions over ranks. In the usual case all ranks send the same few bytes."""
-        order = [number for number in self._completed] if not self._agreed and self.comm.ordered else []
-        if self.comm.world_size == 1:
-            if order:
-                self._agree_on_order(order)
-            return units, params
-        unit_mask = sum(1 << number for number in units)
-        param_mask = sum(1 << number for number in params)
-        unit_nbytes, param_nbytes = len(self.units) // 8 + 1, self.num_params // 8 + 1
-        payload = unit_mask.to_bytes(unit_nbytes, "little") + param_mask.to_bytes(param_nbytes, "little")
-        payload += struct.pack(f"<{len(order)}I", *order)
-        everyone = self.comm.exchange(payload, f"end of backward (model of {self.num_params} parameters)")
-        if self.comm.ordered and not self._agreed:
-            packed = everyone[0][unit_nbytes + param_nbytes :]
-            self._agree_on_order(list(struct.unpack(f"<{len(packed) // 4}I", packed)))
-        if all(part == payload for part in everyone):
-            return units, params
-        for part in everyone:
-            unit_mask |= int.from_bytes(part[:unit_nbytes], "little")
-            param_mask |= int.from_bytes(part[unit_nbytes : unit_nbytes + param_nbytes], "little")
-        return _bits(unit_mask), _bits(param_mask)
-
-    def _agree_on_order(self, first: list[int]) -> None:
-        """Reductions are matched by order: take that in which rank 0 completed its units."""
-        self._order = first + [number for number in self._order if number not in first]
-        self._agreed = True
-
-    def _finish_reductions(self) -> None:
-        reduced = [group.grads for number in sorted(self._reduced) for group in self.units[number].trainable]
-        replicated = [grads for grads in reduced if grads.replicated]
-        carried = any(grads.carries for grads in replicated)
-        for grads in reduced:
-            grads.finish()
-        if replicated:
-            if carried:
-                self.comm.exchange(b"", "gradients in place")  # `finish` has moved them where peers will read
-            for work in [grads.gather() for grads in replicated]:
-                work.wait()
-            self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy
+    def _reduce_all(self) -> None:
+        self.reductions.finish()
         self.accumulated = not self.sync
-        self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
+
+    def _poll(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.core.poll()
 
     # -- the rest --------------------------------------------------------------------------------------------
 
@@ -494,15 +427,24 @@ class Runtime:
         if not unit.kept:
             unit.release()
 
-    def _release_kept(self) -> None:
-        kept, self._kept = self._kept, []
+    def _release_kept(self, first: int = 0) -> None:
+        """Units that were kept, from the `first` one on."""
+        kept, self._kept = self._kept[first:], self._kept[:first]
         for unit in kept:
             unit.kept = False
             if unit.depth == 0 and not unit.in_backward and not unit.pinned:
                 self._release(unit)
 
+    def _release_viewed(self, output: Any) -> None:
+        """After an evaluation: what it kept for views that were used inside of it."""
+        kept = self._kept[self._kept_before :]
+        memories = {memory for unit in kept for memory in unit.memories}
+        if kept and not any(tensor.untyped_storage()._cdata in memories for tensor in find_tensors(output)):
+            self._release_kept(self._kept_before)
+
     def settle(self) -> None:
         """Before shards are written: no unit keeps what was gathered or fetched from them."""
+        self._release_kept()
         for unit in self.units:
             if unit.depth == 0 and not unit.pinned:
                 unit.release()
@@ -519,9 +461,11 @@ class Runtime:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
         self._active = self._scaled = False
         self.weight, self.unweighted = 0.0, False
-        self._reduced, self._touched, self._completed, self._departing = set(), set(), [], []
+        self._arrived = set()
+        self.reductions.clear()
         for unit in self.units:
-            unit.arrived, unit.depth, unit.in_backward = 0, 0, False
+            unit.arrived.clear()
+            unit.complete, unit.depth, unit.in_backward = 0, 0, False
             unit.swap_out()
             self._release(unit)
             unit.forget()
@@ -533,8 +477,7 @@ class Runtime:
         if not self.accumulated:
             return  # whether there was one is the same on every rank; whether it left gradients is not
         with torch.no_grad():
-            self._join()
-            self._finish_reductions()
+            self._reduce_all()
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
@@ -547,31 +490,7 @@ class Runtime:
     def forget_backwards(self) -> None:
         """What is known of the backwards since the last zero_grad; their gradients are the caller's."""
         self.weight, self.unweighted, self.accumulated = 0.0, False, not self.sync
-        self._touched = set()
-
-
-class _Tree:
-    """The modules of a model and which parameters they have: seen in microseconds whether any came or went."""
-
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
-        self._children = [(module._modules, dict(module._modules)) for module in modules if module._modules]
-        self._params = [module._parameters for module in modules]
-        self._counts = [*map(len, self._params)]
-        absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
-        self._absent = [params for params, _ in absent], [name for _, name in absent]
-
-    def stands(self) -> bool:
-        """True if every module has the children and the number of parameters that it had."""
-        return (
-            all(modules == known for modules, known in self._children)
-            and [*map(len, self._params)] == self._counts
-            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
-        )
-
-
-def _bits(mask: int) -> set[int]:
-    return {number for number in range(mask.bit_length()) if mask >> number & 1}
+        self.reductions.touched = set()
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -6,6 +6,7 @@ state dicts, `numel()` and initialisation code work as on one process. What an o
     in-place initialisation   acts on the logical tensor: random draws consume the generator like one process does
     elementwise               local, if all operands are cut alike (whole tensors are sliced)
     any(), all()              every rank's answer counts (collective)
+    in another's forward      computes with the gathered parameter, as on one process (lending.py)
     anything else             raises, naming the parameter and the remedy; never a no-op, never a crash
 
 `full_tensor()` gathers (collective). Freed memory is never reachable from here.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from .errors import ShardedAccessError, ShardedWriteError
+from .lending import computes
 from .localbox import chunk_list, shard_at, write_items
 
 aten = torch.ops.aten
@@ -53,6 +55,9 @@ class Home(Protocol):
 
     def set_gradient(self, value: Tensor | None) -> None:
         """Assign or (None) drop the gradient."""
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """The result of an operation with the gathered parameter, where a forward runs; NotImplemented elsewhere."""
 
 
 class ShardedTensor(torch.Tensor):
@@ -160,6 +165,19 @@ class ShardedParameter(ShardedTensor):
         return ShardedTensor.__new__(  # type: ignore[return-value]
             cls, local, shape, home, requires_grad, dtype=dtype, device=device
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:  # local gradients, as of any data-parallel model
+            args, kwargs = tree_map_only(ShardedParameter, lambda param: param._compute, (args, kwargs))
+        elif computes(func, args, kwargs, ShardedParameter):
+            for param in _parameters_in((args, kwargs)):
+                result = param._home.lend(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -271,15 +289,19 @@ def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
     if writes:
         return "Run it inside `with zs.gathered(module, write=True):`."
     return (
-        "Run it inside `with zs.gathered(module):`, take `p.full_tensor()`, or call the module through the block that owns it. "
-        "Where a forward computes with a parameter of another module, both must be in one unit: say which classes are units "
-        "with units=(Block, ...), all else is then one, or units='model'."
+        "Do it in the model's forward, run it inside `with zs.gathered(module):`, or take `p.full_tensor()`."
     )
 
 
 def _sharded_in(tree: Any) -> list[ShardedTensor]:
     found: list[ShardedTensor] = []
     tree_map_only(ShardedTensor, found.append, tree)
+    return found
+
+
+def _parameters_in(tree: Any) -> list[ShardedParameter]:
+    found: list[ShardedParameter] = []
+    tree_map_only(ShardedParameter, found.append, tree)
     return found
 
 
@@ -316,6 +338,11 @@ def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
     local = func(source._local, *args[1:], **kwargs)
     return ShardedTensor(local, tuple(source.shape), source._home)
+
+
+def _new(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """p.new_zeros(...) and the like: dtype and device alone are asked for."""
+    return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
 
 
 def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
@@ -372,6 +399,9 @@ class RangeHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         raise ShardedWriteError(f"{self.name} is a view and takes no gradient of its own.")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
 
 
 def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) -> ShardedTensor:
@@ -482,6 +512,11 @@ _HANDLERS: dict[Any, Callable] = {
     aten.zeros_like.default: _copy_of,
     aten.ones_like.default: _copy_of,
     aten.full_like.default: _copy_of,
+    aten.new_empty.default: _new,
+    aten.new_empty_strided.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
     aten.copy_.default: _copy_,
     aten.any.default: _any_or_all,
     aten.all.default: _any_or_all,

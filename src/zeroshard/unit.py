@@ -14,12 +14,14 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
@@ -27,7 +29,8 @@ from .config import Offload
 from .errors import ModelChanged
 from .layout import FlatLayout
 from .memory.tiers import Rest
-from .sharded import ReleasedParameter, ShardedTensor
+from .sharded import ReleasedParameter, ShardedParameter, ShardedTensor
+from .tiles import Tile
 
 
 class Phase(Enum):
@@ -99,6 +102,9 @@ class ParamHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         self.group.set_gradient(self.index, value)
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
 
 
 def gather_uneven(comm: Comm, local: Tensor, label: str) -> list[Tensor]:
@@ -213,14 +219,20 @@ class Unit:
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
         self.kept = False  # an output still refers to its memory
+        self.outdated = False  # and shards were written since
         self.swapped = False  # modules hold compute parameters
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
         self.gathered_numel = sum(g.layout.numel for g in groups)
+        mapped = any(g.values.mapped for g in groups)  # such memory is never released
+        self.memories = {g.values.full.untyped_storage()._cdata for g in groups if self.sharded and not mapped}
         self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expected = sum(len(g.specs) for g in self.trainable)  # gradients per backward
         self.has_frozen = len(self.trainable) < len(groups)
-        self.arrived = 0
+        self.marked = self.has_frozen or isinstance(modules[0], Tile)  # backward may be over before all gradients are there
+        self.complete = 0  # parameters with a gradient in this backward
+        self.arrived: set[int] = set()  # numbers of those with one since the unit was last left: all, and it is left again
+        self.task = -1  # autograd's number of the backward that brought them
         self._works: list[Work] = []
         self._places = [
             (owner._parameters, attribute, g.params, g.compute, i)
@@ -302,6 +314,7 @@ class Unit:
         if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
             self.release()
             self.forget()
+        self.outdated = self.kept
         for group in self.groups:
             group.values.settle()
 
@@ -315,10 +328,11 @@ class Unit:
         """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
         if self.swapped or not self.sharded:
             return
-        for parameters, attribute, params, compute, i in self._places:
-            if parameters.get(attribute) is not params[i] or params[i].requires_grad is not compute[i].requires_grad:
-                self._complain(parameters, attribute, params[i], compute[i])
-            parameters[attribute] = compute[i]
+        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            for parameters, attribute, params, compute, i in self._places:
+                if parameters.get(attribute) is not params[i] or params[i].requires_grad is not compute[i].requires_grad:
+                    self._complain(parameters, attribute, params[i], compute[i])
+                parameters[attribute] = compute[i]
         self.swapped = True
 
     def swap_out(self) -> None:
@@ -329,6 +343,11 @@ class Unit:
             if parameters.get(attribute) is compute[i]:
                 parameters[attribute] = params[i]
         self.swapped = False
+
+    def as_computed(self, tree: Any) -> Any:
+        """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
+        mine = {id(param): compute for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)}
+        return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
     def check_unchanged(self) -> None:
         """Replicated units: raise ModelChanged where a parameter was replaced or its requires_grad toggled."""

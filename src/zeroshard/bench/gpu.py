@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.bench import memory
 from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
 from zeroshard.bench.race import Outcome, Say, missing_reason, race
 from zeroshard.bench.team import Team, TeamFailed
+from zeroshard.memory.host import available_nbytes
 
 # Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
 SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=1024, layers=20, heads=16)
@@ -145,7 +145,7 @@ def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, t
             found[contender.name] = Largest(why=missing)
             continue
         disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0
-        room = (device_nbytes, memory.available_nbytes() or 0, disk_nbytes)
+        room = (device_nbytes, available_nbytes() or 0, disk_nbytes)
         trial = Trial(contender, workload, room[1], log_dir)
         found[contender.name] = search(trial, first_layers(contender, room), time_s)
         say(f"  {contender.name:18s} {describe(found[contender.name])}")

@@ -35,11 +35,6 @@ def pss_nbytes(pid: int) -> int | None:
     return _kilobytes(Path(f"/proc/{pid}/smaps_rollup"), "Pss")
 
 
-def available_nbytes() -> int | None:
-    """Memory that can be given out without swapping."""
-    return _kilobytes(Path("/proc/meminfo"), "MemAvailable")
-
-
 def _kilobytes(path: Path, key: str) -> int | None:
     try:
         match = re.search(rf"^{key}:\s+(\d+) kB", path.read_text(), re.MULTILINE)

@@ -23,6 +23,7 @@ from zeroshard.bench.overlap import Overlap
 from zeroshard.bench.plan import Contender, Rounds, Workload
 from zeroshard.bench.team import Team, TeamFailed
 from zeroshard.bench.worker import Turn
+from zeroshard.memory.host import available_nbytes
 
 Say = Callable[[str], None]
 SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more contender fits
@@ -99,7 +100,7 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
 
 def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, teams: dict[str, Team]) -> None:
     name = outcome.contender.name
-    available = memory.available_nbytes()
+    available = available_nbytes()
     needed = max((_team_nbytes(t) for t in teams.values()), default=0) + SPARE_MEMORY_NBYTES
     if available is not None and available < needed:
         outcome.skipped = f"{available / 2**30:.1f} GiB of memory left, {needed / 2**30:.1f} wanted"

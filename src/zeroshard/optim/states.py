@@ -6,6 +6,7 @@ So a run can be split without moving anything but its scalars (step counts and t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -125,6 +126,9 @@ class StateHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         raise ShardedWriteError(f"an optimizer state of {self.name} takes no gradient.")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
 
 
 def _cut(value: Any, numel: int, start: int, stop: int) -> Any:

@@ -1,0 +1,72 @@
+"""Notices what was done to a model behind the library's back: parameters that came, went or got another dtype."""
+
+from __future__ import annotations
+
+import operator
+from itertools import repeat
+
+import torch
+from torch import nn
+
+from .errors import ModelChanged
+from .unit import ParamGroup
+
+
+class ModelWatch:
+    """Looks at a model before each forward; microseconds where nothing has changed."""
+
+    def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
+        self.model, self.groups = model, groups
+        self._tree = _Tree(model)
+        self._firsts = [group.params[0] for group in groups]  # whoever converts the model converts these
+        self._dtypes = [param.dtype for param in self._firsts]
+
+    def check(self, gathered: bool) -> None:
+        """Raise ModelChanged where parameters are not those of zs.shard() (a submodule may be wrapped).
+
+        gathered: inside `zs.gathered`, where other tensors stand in their places.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            dtypes = [param.dtype for param in self._firsts]
+        if dtypes != self._dtypes:
+            self._complain_dtype()
+        if gathered or self._tree.stands():
+            return
+        names = {id(p): spec.name for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
+        present = {id(p): name for name, p in self.model.named_parameters()}
+        gone = [name for key, name in names.items() if key not in present]
+        new = [name for key, name in present.items() if key not in names]
+        if gone or new:
+            raise ModelChanged(
+                f"parameter {(gone + new)[0]} was replaced, added or removed after zs.shard(). "
+                "zs.close(model) first, change the model (resize, adapt), then zs.shard() it again."
+            )
+        self._tree = _Tree(self.model)
+
+    def _complain_dtype(self) -> None:
+        for group, param, known in zip(self.groups, self._firsts, self._dtypes, strict=True):
+            if param.dtype != known:
+                raise ModelChanged(
+                    f"parameter {group.specs[0].name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
+                    "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
+                )
+
+
+class _Tree:
+    """The modules of a model and which parameters they have: seen in microseconds whether any came or went."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self._children = [(module._modules, dict(module._modules)) for module in modules if module._modules]
+        self._params = [module._parameters for module in modules]
+        self._counts = [*map(len, self._params)]
+        absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
+        self._absent = [params for params, _ in absent], [name for _, name in absent]
+
+    def stands(self) -> bool:
+        """True if every module has the children and the number of parameters that it had."""
+        return (
+            all(modules == known for modules, known in self._children)
+            and [*map(len, self._params)] == self._counts
+            and all(map(operator.is_, map(dict.get, *self._absent), repeat(None)))
+        )
