@@ -19,10 +19,10 @@ def test_states_beyond_an_enforced_limit_train_on_disk(tmp_path):
             limit = LIMIT_NBYTES
     except CageUnavailable:
         limit = 0  # nothing enforces it here: the resident memory is watched instead
-    plan = Plan(1.4e8, str(tmp_path), limit_nbytes=limit, steps=2, seq=16, layers=36, buffer_nbytes=4 << 20, timeout_s=380.0)
+    plan = Plan(2e8, str(tmp_path), limit_nbytes=limit, steps=2, seq=16, layers=40, buffer_nbytes=4 << 20, timeout_s=380.0)
     result = run(plan)
-    assert result.parameters > 1.2e8
-    assert result.states_nbytes > 1.3 * LIMIT_NBYTES  # bf16 parameters, fp32 gradients, masters and two moments: 18 bytes
+    assert result.parameters >= 2e8
+    assert result.states_nbytes > 2 * LIMIT_NBYTES  # bf16 parameters, fp32 gradients, masters and two moments: 18 bytes
     assert (result.peak_nbytes if limit else result.rss_peak_nbytes) <= LIMIT_NBYTES
     assert result.losses[1] < result.losses[0]  # the same batch again
     numel = result.parameters

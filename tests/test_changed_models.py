@@ -68,6 +68,19 @@ def test_a_parameter_that_came_or_went_is_named(mode, change):
 
 
 @every_mode
+def test_the_conversion_of_a_part_is_named(mode):
+    """Not the first parameter of its group."""
+    def run(rank):
+        model = seeded(Net)
+        zs.shard(model, sgd(model.parameters()), units="model", **mode)
+        list(model.modules())[-1].half()
+        with pytest.raises(zs.ModelChanged, match=r"parameter last\.weight was converted from torch.float32 to torch.float16"):
+            model(X)
+
+    run_threads(2, run)
+
+
+@every_mode
 @pytest.mark.parametrize("how", ["half", "bfloat16", "double", "to"])
 def test_a_conversion_is_named(mode, how):
     def run(rank):

@@ -188,7 +188,6 @@ class Runtime:
             return
         if output is not None:
             self._gather_staged()
-        if output is not None:
             self._watch(unit, output)
             if self._active and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'

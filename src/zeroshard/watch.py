@@ -16,10 +16,10 @@ class ModelWatch:
     """Looks at a model before each forward; microseconds where nothing has changed."""
 
     def __init__(self, model: nn.Module, groups: list[ParamGroup]) -> None:
-        self.model, self.groups = model, groups
+        self.model = model
         self._tree = _Tree(model)
-        self._firsts = [group.params[0] for group in groups]  # whoever converts the model converts these
-        self._dtypes = [param.dtype for param in self._firsts]
+        self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
+        self._dtypes = [param.dtype for param, _ in self._params]
 
     def check(self, gathered: bool) -> None:
         """Raise ModelChanged where parameters are not those of zs.shard() (a submodule may be wrapped).
@@ -27,12 +27,12 @@ class ModelWatch:
         gathered: inside `zs.gathered`, where other tensors stand in their places.
         """
         with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
-            dtypes = [param.dtype for param in self._firsts]
+            dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
             self._complain_dtype()
         if gathered or self._tree.stands():
             return
-        names = {id(p): spec.name for group in self.groups for p, spec in zip(group.params, group.specs, strict=True)}
+        names = {id(param): name for param, name in self._params}
         present = {id(p): name for name, p in self.model.named_parameters()}
         gone = [name for key, name in names.items() if key not in present]
         new = [name for key, name in present.items() if key not in names]
@@ -44,10 +44,10 @@ class ModelWatch:
         self._tree = _Tree(self.model)
 
     def _complain_dtype(self) -> None:
-        for group, param, known in zip(self.groups, self._firsts, self._dtypes, strict=True):
+        for (param, name), known in zip(self._params, self._dtypes, strict=True):
             if param.dtype != known:
                 raise ModelChanged(
-                    f"parameter {group.specs[0].name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
+                    f"parameter {name} was converted from {known} to {param.dtype} after zs.shard(), by half(), "
                     "to(dtype) or the like. Give precision='bf16' or 'fp16' to zs.shard(), or convert the model before it."
                 )
 
