@@ -327,6 +327,29 @@ def backward(model, number: int, rank: int, weight: float | None) -> None:
     loss.backward() if weight is None else zs.backward(model, loss, weight=weight)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_held_back_is_not_shown_as_the_gradient(stage):
+    """After a reduced backward and a held one `p.grad` is the reduced gradient, or (stage 0, which has no room for both) refused."""
+    plain, x = seeded(lambda: torch.nn.Linear(5, 3)), torch.arange(5.0)
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(plain), None, stage=stage)
+        model(x).sum().backward()
+        with zs.accumulate(model):
+            model(x * (rank + 2)).sum().backward()
+        if stage == 0:
+            with pytest.raises(zs.ShardedAccessError, match=r"weight\.grad: backwards inside zs\.accumulate.*zs\.full_gradients"):
+                _ = model.weight.grad
+        else:
+            assert torch.equal(model.weight.grad.full_tensor(), x.expand(3, 5))
+            model.weight.grad.mul_(2.0)
+        model(x).sum().backward()
+        return model.weight.grad if stage == 0 else model.weight.grad.full_tensor()
+
+    for grad in run_threads(2, run):
+        assert torch.equal(grad, (4.5 if stage == 0 else 5.5) * x.expand(3, 5))
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("name", WEIGHED)
 @pytest.mark.parametrize("held", [False, True])

@@ -137,3 +137,39 @@ def test_counters_go_where_the_step_wants_them(options, on_device):
     assert found["step"].device.type == ("meta" if on_device else "cpu") and found["mu_product"].is_meta and found["name"] == "x"
     on_host = scalars_for(SimpleNamespace(tensor=None), options, saved)
     assert on_host["step"] == 3 and on_host["step"] is not saved.scalars["step"] and not on_host["mu_product"].is_meta
+
+
+@pytest.mark.parametrize("tiers", [{}, dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme")], ids=["memory", "disk"])
+@pytest.mark.parametrize("over_gloo", [True, False], ids=["dist", "shared"])
+def test_a_default_device_is_for_the_users_tensors(tiers, over_gloo, group, tmp_path):
+    """torch.set_default_device("cuda") must not reach this library's host memory. Here "meta", where nothing can be read."""
+    options = tiers | {"stage": 3, "offload_path": str(tmp_path), "comm": DistComm(None, CPU, 30.0) if over_gloo else "shared"}
+
+    def make():
+        model = seeded(OddGPT)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)  # other AdamWs put their own step there
+
+    made = [make() for _ in range(3)]
+    batches = token_batches(2, 1, 1)
+    for batch in batches:
+        made[0][0](*batch[0][0]).backward()
+        made[0][1].step()
+        made[0][1].zero_grad()
+    with torch.device("meta"):
+        sharded, optimizer = zs.shard(*made[1], **options)
+        for step, batch in enumerate(batches):
+            sharded(*batch[0][0]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                zs.save(tmp_path / "saved", sharded, optimizer)
+        resumed, other = zs.shard(*made[2], **options)
+        zs.load(tmp_path / "saved", resumed, other)
+        resumed(*batches[1][0][0]).backward()
+        other.step()
+        for model in (sharded, resumed):
+            for name, value in zs.full_state_dict(model).items():
+                torch.testing.assert_close(value, made[0][0].state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert list(zs.ShardedSampler(5, seed=1))
+    zs.close(sharded)
+    zs.close(resumed)

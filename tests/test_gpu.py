@@ -6,7 +6,6 @@ Skipped where there is no GPU (conftest.py does that for the marker): nothing he
 from __future__ import annotations
 
 import gc
-import os
 
 import pytest
 import torch
@@ -22,9 +21,7 @@ CONFIG = GPTConfig(vocab_size=256, seq_len=64, dim=64, layers=3, heads=4)
 
 @pytest.fixture(scope="module")
 def group():
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    dist.init_process_group("nccl", rank=0, world_size=1)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

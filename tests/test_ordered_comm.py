@@ -102,3 +102,39 @@ def test_ragged_reductions_are_matched_in_one_order(trained: list[dict], stage: 
         # every sum was begun beside the computation and joined before its result was used
         assert [entry for entry in log if entry.startswith("begin")] and log[-1].startswith("join")
         assert norms == results[0][2]
+
+
+class PatientStreams(RecordingStreams):
+    """The host goes on where a stream joins, and stands only where it waits itself: what a GPU does. (Numbers are not those of a GPU.)"""
+
+    def join(self, ticket: int) -> None:
+        self.log.append(f"join {ticket}")
+
+    def finish(self, ticket: int) -> None:
+        super().join(ticket)
+
+
+def _leave_ragged(rank: int, world_size: int) -> float | None:
+    """Rank 0 reduces eight units, rank 1 joins seven of them at its end only; gradients leave the device."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)))
+    comm = DistComm(None, torch.device("cpu"), 15.0, ordered=True, streams=PatientStreams(separate_host=True))
+    comm.waits_on_host = False
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tiers = {"offload_optimizer": "cpu", "offload_gradient": "cpu"}
+    units = list(model)
+    model, optimizer = zs.shard(model, optimizer, stage=2, units=type(units[0]), comm=comm, **tiers)
+    for _ in range(2):
+        x = torch.ones(4, 6)
+        for unit in units if rank == 0 else units[1:2]:
+            x = unit(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.last_step.grad_norm
+
+
+def test_ragged_ranks_wait_for_no_gradient_on_its_way_to_the_host() -> None:
+    """More of them are under way than there are buffers: waiting for one would be waiting for a peer that waits for this rank."""
+    run_processes(_leave_ragged, 2, timeout_s=60)

@@ -357,7 +357,7 @@ class GradientBuffer:
             self.square_sum = total if self.square_sum is None else self.square_sum
             self._work = None
         if self._carry is not None:
-            self.load().copy_(self._carry)
+            self.rest.store(0, self._carry)
             self._release_carry()
         self.reduced = True
         if self.replicated:
@@ -368,6 +368,8 @@ class GradientBuffer:
     def load(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of the reduced shard, on the device: a view, or a copy of what rests elsewhere."""
         stop = self.rest.numel if stop is None else stop
+        if self._carry is not None:
+            return self._carry[start:stop]
         if self.departure is None:
             return self.rest.load(start, stop)
         self.departure.settle()
@@ -380,7 +382,10 @@ class GradientBuffer:
         if self.departure is not None:
             self.departure.settle()
             self._apply_factor()
-        self.rest.store(start, source)
+        if self._carry is not None:
+            self._carry[start : start + source.numel()].copy_(source)
+        else:
+            self.rest.store(start, source)
 
     def land(self) -> None:
         """Return when the reduced shard is at rest."""
@@ -413,7 +418,7 @@ class GradientBuffer:
             self.load().zero_()
         else:
             self.departure.settle()
-            self.rest.store(0, torch.zeros(self.rest.numel, dtype=self.dtype))
+            self.rest.store(0, torch.zeros(self.rest.numel, dtype=self.dtype, device="cpu"))
 
     def scale(self, factor: float) -> None:
         """Multiply the gradient. What rests elsewhere is multiplied when it is next touched: no pass of its own."""

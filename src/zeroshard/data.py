@@ -180,8 +180,8 @@ def _epoch(seed: int, epoch: int, windows: int, seq: int) -> tuple[int, Tensor]:
     """Starting byte in 0..seq-1 and the order of windows (windows,) of an epoch."""
     digest = hashlib.sha256(f"zeroshard {seed} {epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    start = int(torch.randint(seq, (1,), generator=generator))
-    return start, torch.randperm(windows, generator=generator)
+    start = int(torch.randint(seq, (1,), generator=generator, device="cpu"))
+    return start, torch.randperm(windows, generator=generator, device="cpu")
 
 
 def held_out_windows(text: Tensor, seq: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -194,8 +194,8 @@ def held_out_windows(text: Tensor, seq: int, stride: int) -> tuple[Tensor, Tenso
     if not 1 <= stride <= seq:
         raise ValueError(f"stride: expected 1 <= stride <= seq = {seq}, got {stride}")
     starts = range(0, max(1, text.numel() - 1 - (seq - stride)), stride)
-    windows = torch.zeros(len(starts), seq + 1, dtype=torch.long)
-    scored = torch.zeros(len(starts), seq, dtype=torch.bool)
+    windows = torch.zeros(len(starts), seq + 1, dtype=torch.long, device="cpu")
+    scored = torch.zeros(len(starts), seq, dtype=torch.bool, device="cpu")
     for row, start in enumerate(starts):
         piece = text[start : start + seq + 1]
         windows[row, : piece.numel()] = piece.long()

@@ -121,5 +121,5 @@ def shard_at(tensor: Slice, index: Any) -> Tensor:
         if index.offset is None or tuple(index.offset) == box.offsets:
             return LocalBox(tensor, box.sizes, torch.empty(box.sizes, device="meta").stride(), first)
     if tensor.shape.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     raise ValueError(f"{index.fqn}: this rank holds no box at {tuple(index.offset)} of {tuple(tensor.shape)}")

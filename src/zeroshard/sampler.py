@@ -66,7 +66,7 @@ class ShardedSampler(Sampler[int]):
         if not self.shuffle:
             return list(range(self.numel))
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(self.numel, generator=generator).tolist()
+        return torch.randperm(self.numel, generator=generator, device="cpu").tolist()
 
     def __len__(self) -> int:
         """Samples that are left of the epoch for this rank."""

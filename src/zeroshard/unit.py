@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
 from .config import Offload
-from .errors import ModelChanged
+from .errors import ModelChanged, ShardedAccessError
 from .layout import FlatLayout
 from .memory.tiers import Rest
 from .sharded import ReleasedParameter, ShardedParameter, ShardedTensor
@@ -176,6 +176,11 @@ class ParamGroup:
             return None
         if self.grads.replicated:
             slot = self.layout.slots[index]
+            if self.grads.carries:
+                raise ShardedAccessError(
+                    f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
+                    "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
+                )
             return self.grads.full[slot.offset : slot.stop].view(slot.shape)
         gradient = self.homes[index].wrap(None, self.grads.dtype)
         gradient._of_gradient = True

@@ -77,7 +77,7 @@ class StoredTensor:
             for begin in range(0, out.numel(), step):
                 part = out[begin : begin + step]
                 direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
-                values = part if direct else torch.empty(part.numel(), dtype=self.dtype)
+                values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
                 self._fill(file, start + begin, bytes_of(values))
                 if not direct:
                     part.copy_(values)
@@ -266,7 +266,7 @@ def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None) ->
 
 
 def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None) -> Tensor:
-    value = torch.empty(buffer.numel(), dtype=buffer.dtype)
+    value = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
     at.read(0, value) if bulk is None else at.read(0, value, bulk)
     return value.view(buffer.shape)
 

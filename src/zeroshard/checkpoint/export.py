@@ -324,7 +324,7 @@ class _Exporting:
 
     def _copy(self, name: str, target: StoredTensor) -> None:
         source, numel = self.sources[name], math.prod(target.shape)
-        values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype)
+        values = torch.empty(min(numel, _CHUNK_NUMEL), dtype=target.dtype, device="cpu")
         for start in range(0, numel, _CHUNK_NUMEL):
             part = values[: min(_CHUNK_NUMEL, numel - start)]
             try:

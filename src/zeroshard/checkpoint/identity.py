@@ -59,7 +59,7 @@ def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, 
 
 def _sum(values: Tensor, first: int) -> int:
     bits = values.contiguous().view(_BITS[values.itemsize]).long()
-    mixed = (bits + 1) * _POSITION + torch.arange(first, first + len(bits)).mul_(_SPREAD)  # wraps around
+    mixed = (bits + 1) * _POSITION + torch.arange(first, first + len(bits), device="cpu").mul_(_SPREAD)  # wraps around
     mixed ^= mixed >> 29
     mixed *= _MIX
     mixed ^= mixed >> 32

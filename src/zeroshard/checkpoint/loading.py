@@ -259,7 +259,7 @@ class _Loading:
         numel, (rank, ranks) = math.prod(one.shape), (self.comm.rank, self.comm.world_size)
         for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _CHUNK_NUMEL):
             count = min(_CHUNK_NUMEL, numel * (rank + 1) // ranks - start)
-            values = [torch.empty(count, dtype=one.dtype) for _ in range(2)]
+            values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
             one.read(start, values[0])
             other.read(start, values[1])
             if not torch.equal(*values):
@@ -345,13 +345,13 @@ class _Loading:
                         if not self.opened.ours and stored.shape != ():
                             problems.append(f"  optimizer: {key} of {name}: saved {stored.shape}, wanted {self._shape(name)}")
                             continue
-                        value = torch.empty(stored.shape, dtype=stored.dtype)
+                        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                         stored.read(0, value.view(-1))
                         state.scalars[key] = value
                     else:
                         state.tensors[key] = stored.cut(part)
                 if not self.opened.ours and isinstance(state.scalars.get("step"), int):
-                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]))  # as torch's optimizers have it
+                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")  # as torch's optimizers have it
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
         return problems
@@ -502,7 +502,7 @@ class _Loading:
             key = f"{prefix}.{holding.EXTRA_STATE}" if prefix else holding.EXTRA_STATE
             if key in self.opened.model:
                 (stored,) = reading.guard({key: self.opened.model[key]}).values()
-                value = torch.empty(stored.shape, dtype=stored.dtype)
+                value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                 stored.read(0, value.view(-1))
             elif key in self.opened.module_objects:
                 value = self.opened.module_objects[key]

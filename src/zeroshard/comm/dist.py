@@ -134,7 +134,8 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
         other = "nccl" if device.type == "cuda" else "gloo"
         raise ConfigError(
             f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
-            f"there: init_process_group({other!r}), or move the model before zs.shard()."
+            f"there: init_process_group({other!r}), or move the model before zs.shard() "
+            "(one that is born under zs.init(): with torch.device(...) around it)."
         )
     return found
 
@@ -229,7 +230,7 @@ class DistComm(Comm):
         return results
 
     def _all_gather_bytes(self, body: bytes, nbytes: int) -> list[bytes]:
-        mine = torch.zeros(nbytes, dtype=torch.uint8)
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self._control)

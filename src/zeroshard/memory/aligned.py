@@ -41,7 +41,7 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
         a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
     """
     if nbytes < _MAP_NBYTES and not pin:
-        whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
+        whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device="cpu")
         skip = -whole.data_ptr() % ALIGN
         return whole[skip : skip + nbytes]
     memory = _Mapping(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -162,6 +162,6 @@ class Departure:
         if view is not None:
             view.add_(gradient)
             return MOVED
-        total = torch.empty(self.rest.numel, dtype=self.rest.dtype)
+        total = torch.empty(self.rest.numel, dtype=self.rest.dtype, device="cpu")
         self.rest.read(0, total).wait()
         return self.rest.write(0, total.add_(gradient))

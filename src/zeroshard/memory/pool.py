@@ -160,8 +160,11 @@ class BufferPool:
         self._free: list[tuple[Tensor, Any]] = []  # buffer, what still reads or writes it
         self._made = 0
 
-    def take(self, wait: bool = False) -> Tensor | None:
-        """A free buffer (nbytes,) uint8. None where there is none yet, or (wait) none that anybody gave back."""
+    def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
+        """A free buffer (nbytes,) uint8. None where there is none yet, or (wait) none that anybody gave back.
+
+        in_line: the current stream waits for what is still to be done with it, and not the host (device memory only).
+        """
         for position, (_, pending) in enumerate(self._free):
             if pending is None or pending.done():
                 return self._settled(position)
@@ -169,12 +172,12 @@ class BufferPool:
             self._made += 1
             self.ledger.enter(STAGING, self.nbytes, self.tier)
             return self.make(self.nbytes)
-        return self._settled(0) if wait and self._free else None
+        return self._settled(0, in_line) if wait and self._free else None
 
-    def _settled(self, position: int) -> Tensor:
+    def _settled(self, position: int, in_line: bool = False) -> Tensor:
         buffer, pending = self._free.pop(position)
         if pending is not None:
-            pending.wait()
+            pending.join() if in_line else pending.wait()
         return buffer
 
     def give(self, buffer: Tensor, pending: Any = None) -> None:

@@ -156,7 +156,7 @@ class Rest(ABC):
         """Elements [start, stop) on the host: a view where there is one, else a copy."""
         view = self.view(start, stop)
         if view is None:
-            view = torch.empty(stop - start, dtype=self.dtype)
+            view = torch.empty(stop - start, dtype=self.dtype, device="cpu")
             self.read(start, view).wait()
         return view
 
@@ -242,7 +242,7 @@ class FileRest(Rest):
         self._under_way = still_under_way
 
     def load(self, start: int, stop: int) -> Tensor:
-        out = torch.empty(stop - start, dtype=self.dtype)
+        out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
         if out.numel():
             self.read(start, out).wait()
         self.tiers.count_hop(out.nbytes, up=True)
@@ -387,7 +387,7 @@ class Tiers:
     def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
         """Page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
         if self.comm.imagined:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
 
     def device_buffer(self, nbytes: int) -> Tensor:
@@ -411,9 +411,13 @@ class Tiers:
         return _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
 
     def take_landing(self) -> Tensor:
-        """A landing buffer for a reduced gradient shard."""
+        """A landing buffer for a reduced gradient shard.
+
+        The host must not wait for the copy out of it: where ranks use different units, the reduction before that copy
+        may need what this rank says at the end of its backward.
+        """
         assert self.landings is not None
-        return self._take(self.landings)
+        return self._take(self.landings, in_line=True)
 
     def take_arrival(self) -> Tensor:
         """A host buffer for one that comes from a device of its own."""
@@ -421,8 +425,8 @@ class Tiers:
         return self._take(self.arrivals)
 
     @staticmethod
-    def _take(pool: BufferPool) -> Tensor:
-        buffer = pool.take(wait=True)
+    def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
+        buffer = pool.take(wait=True, in_line=in_line)
         if buffer is None:  # all belong to work under way, which may need this rank: one more
             pool.count += 1
             buffer = pool.take()

@@ -149,7 +149,7 @@ class _Adam(_Base):
         )
 
     def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-        return {"step": torch.zeros((), dtype=torch.float32)} | super().create(param, options)
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu")} | super().create(param, options)
 
 
 class _SGD(_Base):
@@ -206,7 +206,7 @@ class _Adagrad(_Base):
 
     def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
         full = torch.full_like(param, self._initial, requires_grad=False)
-        return {"step": torch.zeros((), dtype=torch.float32), "sum": full}
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "sum": full}
 
 
 class _Lion(_Base):
@@ -335,7 +335,7 @@ def step_stretch(
 
     def work(scratch: Tensor | None = None) -> None:
         if casts and (scratch is None or scratch.numel() < min(chunk, numel)):
-            scratch = torch.empty(min(chunk, numel))
+            scratch = torch.empty(min(chunk, numel), device="cpu")
         while True:
             try:
                 part, part_grad, part_out, part_columns = parts.popleft()

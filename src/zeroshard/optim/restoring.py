@@ -176,7 +176,7 @@ def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> No
 
 def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
     for first in range(start, stop, _CHUNK_NUMEL):
-        values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype)
+        values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype, device="cpu")
         reader.read(first, values)
         rest.store(begin + first - start, values)
 

@@ -116,7 +116,7 @@ class HostStepper:
         self._uploads: list[Pending] = []  # to the device, in this step
         # a rank that computes on a device of its own leaves its share of the cores to the step
         self.threads = host_threads() if tiers.separate else torch.get_num_threads()
-        self.scratch = torch.empty(chunk_numel(self.threads))
+        self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")
         self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
 
     # -- the pipeline ----------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class HostStepper:
         """Make elements of a rest a part of the slab: in place, or in its buffer."""
         view = rest.view(slab.begin, slab.end)
         if slab.begin == slab.end:
-            view = torch.empty(0, dtype=rest.dtype)
+            view = torch.empty(0, dtype=rest.dtype, device="cpu")
         if view is None:
             view = self._carve(slab, rest)
             if write:
@@ -306,7 +306,7 @@ class HostStepper:
             start += slab.begin * itemsize % PAGE_NBYTES
         stop = start + numel * itemsize
         if slab.buffer is None or stop > slab.buffer.numel():
-            return torch.empty(numel, dtype=rest.dtype)  # a first step that makes more states than were foreseen
+            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step that makes more states than were foreseen
         slab.used_nbytes = stop
         return slab.buffer[start:stop].view(rest.dtype)
 

@@ -46,13 +46,13 @@ class Rehearsal:
         self.inner, self.options = inner_copy(core.inner), dict(options)
         stepped, values, grads = stepped_rest(run.group), run.group.values, run.group.grads
         numel = min(_NUMEL, max(run.numel, 1 << 16))
-        self.param = torch.zeros(numel, dtype=stepped.dtype)
+        self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
         # what is not added to anything stays as it was sent
         narrow = grads.rest.narrow.dtype if isinstance(grads.rest, NarrowRest) and accumulate == 1 else grads.dtype
-        self.grad = torch.full((numel,), 1e-3, dtype=narrow)
+        self.grad = torch.full((numel,), 1e-3, dtype=narrow, device="cpu")
         clips = core.runtime.config.max_grad_norm is not None or core.runtime.scaler is not None
         self.factor = 0.5 if clips and grads.departure is not None else 1.0
-        self.out = torch.zeros(numel, dtype=values.dtype) if stepped is not values.rest else None
+        self.out = torch.zeros(numel, dtype=values.dtype, device="cpu") if stepped is not values.rest else None
         self.host: HostStepper | None = core.host if run.tensor is None else None
         self.threads = torch.get_num_threads() if self.host is None else self.host.threads
         self.kernel: Kernel | None = None
@@ -111,7 +111,7 @@ class Rehearsal:
         """Take over what the first step has made: names and dtypes of columns, and scalars."""
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == param.shape and value.dim():
-                self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype)
+                self.columns[name] = torch.zeros(self.param.numel(), dtype=value.dtype, device="cpu")
             else:
                 self.scalars[name] = value
 

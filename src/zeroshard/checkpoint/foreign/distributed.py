@@ -136,7 +136,7 @@ def _object(path: Path, info: Any, trusted: bool) -> Any:
 def _add_option(groups: dict[int, dict[str, Any]], keys: tuple[Any, ...], value: Any) -> None:
     """A whole list of groups, or (number, option[, number in a list])."""
     if isinstance(value, StoredBoxes):
-        tensor = torch.empty(value.shape, dtype=value.dtype)
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
         value.read(0, tensor.view(-1))
         value = tensor
     if not keys:

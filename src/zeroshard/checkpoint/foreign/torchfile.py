@@ -60,7 +60,7 @@ class StridedTensor:
 
     def read(self, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
-        values = torch.empty(self.extent.shape, dtype=self.dtype)
+        values = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
         self.extent.read(0, values)
         out.copy_(values.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
 
@@ -143,6 +143,6 @@ def value_of(stored: Any) -> Any:
     """A small stored tensor as a tensor; anything else as it is."""
     if not is_tensor(stored):
         return stored
-    value = torch.empty(stored.shape, dtype=stored.dtype)
+    value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     stored.read(0, value.view(-1))
     return value
