@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard import buffer
-from zeroshard.comm.dist import DistComm, _Sum, backend_for
+from zeroshard.comm.dist import DistComm, _Sum, backend_for, talking_device
 from zeroshard.comm.streams import RecordingStreams
 from zeroshard.optim.restoring import SavedState, scalars_for
 from zeroshard.runtime import runtime_of
@@ -173,3 +173,16 @@ def test_a_default_device_is_for_the_users_tensors(tiers, over_gloo, group, tmp_
         assert list(zs.ShardedSampler(5, seed=1))
     zs.close(sharded)
     zs.close(resumed)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"), [("cuda:nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu")]
+)  # fmt: skip
+def test_what_is_born_on_the_host_is_talked_of_where_the_group_can(monkeypatch, backends, expected):
+    """zs.init() under NCCL alone: the parameters are on the host until they are moved, the messages are not."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert talking_device(torch.device("cpu")) == torch.device(expected)
+    assert talking_device(torch.device("meta")) == torch.device("meta")

@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .comm import world
 from .comm.base import Comm
+from .comm.dist import talking_device
 from .config import Config, Placement
 from .errors import ShardedAccessError
 from .sharded import ShardedParameter, ShardedTensor
@@ -61,10 +62,12 @@ def init(config: Config | None = None, *, comm: object = None, **options: object
 
     Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
     same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+
+    Parameters are born on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model that is born on the
+    host can be moved before zs.shard, as ever: `model.cuda()`.
     """
     config = Config.build(config, **options)
-    device = torch.get_default_device()
-    group = world.current(comm, device, config.stall_timeout_s)  # type: ignore[arg-type]
+    group = world.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:

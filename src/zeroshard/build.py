@@ -284,6 +284,9 @@ class Builder:
         original = spec.original
         if not original.is_meta:
             write_value(group, index, original)
+            given = original._local if isinstance(original, ShardedTensor) else original
+            if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
+                given.record_stream(torch.cuda.current_stream(given.device))
         view = group.values.views[index]
         fresh = nn.Parameter(view, requires_grad=original.requires_grad)
         if not group.values.sharded:

@@ -126,6 +126,14 @@ class _Explained:
             raise PeerFailed(-1, f"a peer closed its connection ({error})", self.label) from error
 
 
+def talking_device(device: torch.device) -> torch.device:
+    """Where ranks exchange what they say of tensors on `device`: on the current GPU, if their group sends from there alone."""
+    if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
+        return device
+    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
+    return device if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
 def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
     """The backend through which a group moves what lies on a device. Raises ConfigError where it has none."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -134,8 +142,7 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
         other = "nccl" if device.type == "cuda" else "gloo"
         raise ConfigError(
             f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
-            f"there: init_process_group({other!r}), or move the model before zs.shard() "
-            "(one that is born under zs.init(): with torch.device(...) around it)."
+            f"there: init_process_group({other!r}), or move the model before zs.shard()."
         )
     return found
 
