@@ -88,7 +88,7 @@ def test_every_step_has_exactly_the_collectives_and_bytes_of_its_stage(stage, wo
             assert step(model, optimizer, tokens) == {"reduce": (groups, once), "gather": (gathers * groups, gathers * once)}
         theory = zs.report(model).theory_nbytes_per_step
         assert (1 + gathers) * once == pytest.approx(theory, rel=1e-3)  # what padding costs
-        assert runtime.messages == []
+        assert not runtime.messages
 
 
 @ALL_WORLDS
@@ -113,7 +113,7 @@ def test_recomputed_activations_need_no_further_gather(stage, blocks):
         for _ in range(3):
             counts = {kind: count for kind, (count, _) in step(model, optimizer, tokens).items()}
             assert counts == {"reduce": groups, "gather": 2 * groups if stage == 3 else groups}
-        assert runtime.messages == [] and runtime.ledger.now[GATHERED] == 0
+        assert not runtime.messages and runtime.ledger.now[GATHERED] == 0
         assert not runtime.schedule.tracks[False].current  # a training step leaves nothing in the other record
 
 

@@ -29,7 +29,7 @@ from .memory.ledger import Ledger
 from .optim.sharded import OptimizerCore, ShardedOptimizer, check_elementwise, check_parameters, shard_optimizer
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
-from .sharded import ReplicatedParameter, ShardedTensor
+from .sharded import ReplicatedParameter, ShardedTensor, set_data
 from .tiles import join, parts_in
 from .unit import ParamGroup, ParamHome, ParamSpec, Phase
 
@@ -228,7 +228,7 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     spec, param = group.specs[index], group.params[index]
     value = value.to(spec.given_dtype)
     if not group.values.sharded:
-        param.data = value
+        set_data(param, value)
         if type(param) is ReplicatedParameter:
             param.__class__ = nn.Parameter
             del param._home

@@ -24,7 +24,7 @@ from .comm.base import Comm
 from .comm.dist import talking_device
 from .config import Config, Placement
 from .errors import ShardedAccessError
-from .sharded import ShardedParameter, ShardedTensor
+from .sharded import ShardedParameter, ShardedTensor, set_data
 from .unit import gather_uneven
 
 
@@ -54,6 +54,9 @@ class BirthHome:
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        set_data(param, value)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ depends on the stage is in the units' placements, never here.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -33,11 +34,37 @@ from .tiles import Tile
 from .unit import ParamGroup, Phase, Unit
 from .watch import ModelWatch
 
+_LEAF = 1 << 62  # numbers of nodes that stand for leaves are higher
 _LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Identity of a tensor's memory; None for those (of torch.func, sparse) that have none of their own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:
+        return None
+
+
+def _next_node() -> int:
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
+    """Numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs."""
+    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    found: set[int] = set()
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if first <= number < _LEAF and number not in found:
+            found.add(number)
+            stack.extend(before for before, _ in node.next_functions if before is not None)
+    return found
 
 
 class _Marked(torch.autograd.Function):
@@ -95,15 +122,17 @@ class Runtime:
             dynamic = config.loss_scale == "dynamic"
             scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
             self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
-        self.messages: list[str] = []
+        self.messages: deque[str] = deque(maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
         self._active = False  # inside a backward
         self._training = False  # inside a forward that was entered with gradients
         self._forwards = 0  # of the whole model, running
         self._scaled = False  # the loss scale was applied in this backward
+        self._graphed = False  # this backward has create_graph=True
         self._ending: Callable[[], _End | None] = lambda: None  # the end of the backward that runs
         self._arrived: set[int] = set()  # parameters that got their gradient in this backward
         self._kept: list[Unit] = []  # units whose memory an output still refers to
+        self._hidden = 0  # nodes of autograd's graph so far that no output of their unit leads to
         self._kept_before = 0  # how many of them when this forward began
         self.handles: list[Any] = []  # hooks, for close
         self.lend = torch.compiler.disable(self._lend)  # what a compiled block computes with others' parameters is not traced
@@ -177,6 +206,8 @@ class Runtime:
         """A forward inside the unit begins."""
         if unit.depth == 0 and not unit.pinned and unit.sharded:
             self._open(unit, backward=unit.in_backward)
+            if torch.is_grad_enabled():
+                unit.first_node, unit.first_hidden = _next_node(), self._hidden
         unit.depth += 1
 
     def exit(self, unit: Unit, output: Any) -> None:
@@ -187,6 +218,7 @@ class Runtime:
         if unit.depth > 0 or unit.pinned:
             return
         if output is not None:
+            unit.check_unwritten()
             self._gather_staged()
             self._watch(unit, output)
             if self._active and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
@@ -266,9 +298,9 @@ class Runtime:
     def _prefetch(self, training: bool) -> None:
         """Fetch ahead from other tiers as far as buffers allow, and gather ahead: the next unit, more within the budget.
 
-        Over shared memory a gather is a copy by this rank: nothing is won by an early one, unless peers wait for it. A
-        shard that is still on its way is not waited for here; ordered comms gather it at `_gather_staged`, since there
-        ranks must start collectives in one order, whatever their disks do.
+        Over shared memory a gather is a copy by this rank: nothing is won by an early one. What comes from another tier is
+        not gathered here: whether it has arrived is a matter of each rank's disk, and a gather that only some ranks have
+        begun could not be dropped again. Ordered comms gather it at `_gather_staged`.
         """
         upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]]
         upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
@@ -280,7 +312,7 @@ class Runtime:
             if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
                 return
             ahead += unit.gathered_nbytes
-            if (unit.fetched and not self.comm.ordered) if unit.staged else not self.comm.shares_memory:
+            if not (unit.staged or self.comm.shares_memory):
                 unit.gather()
 
     def _gather_staged(self) -> None:
@@ -304,7 +336,7 @@ class Runtime:
         found = False
         tensors, complete = look_through(output)
         for tensor in tensors:
-            if memories and tensor.untyped_storage()._cdata in memories:
+            if memories and _memory(tensor) in memories:
                 self._keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
             if not (training and tensor.requires_grad):
                 continue
@@ -314,8 +346,23 @@ class Runtime:
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
-        if training and not (found and complete) and unit.expected and memories:
-            self._keep(unit)  # outputs that can not be seen: backward may still come through them
+        if training and memories and not (self._encloses(unit, tensors) and (found or not unit.nodes) and complete):
+            self._keep(unit)  # backward may come by another way than through outputs that can be seen
+
+    def _encloses(self, unit: Unit, outputs: list[Tensor]) -> bool:
+        """True if all that the forward has put into autograd's graph is reached through its outputs.
+
+        An auxiliary loss that a module keeps as an attribute is not: backward may reach it first. Nodes are numbered in the
+        order in which they are made; only where their number is not that of the last time are they looked at.
+        """
+        nodes, inside = _next_node() - unit.first_node, self._hidden - unit.first_hidden  # of units inside, which know of theirs
+        if (nodes, inside) != (unit.nodes, unit.hidden_inside):
+            unit.nodes, unit.hidden_inside = nodes, inside
+            unit.hidden = nodes - len(_nodes_since(unit.first_node, outputs)) - inside
+            if unit.hidden:
+                self.messages.append(f"{unit.name}: not all that its forward computes leaves by its outputs; it stays gathered until backward")
+        self._hidden += unit.hidden
+        return not unit.hidden
 
     def _keep(self, unit: Unit) -> None:
         """Hold the unit's memory until the backward (or the next forward) is over."""
@@ -352,6 +399,9 @@ class Runtime:
         unit.in_backward = True
         if unit.sharded:
             self._open(unit, backward=True)
+            if torch.is_grad_enabled():  # create_graph=True: a backward of this backward reads the parameters again
+                self._keep(unit)
+                unit.graphed = self._graphed = True
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
         """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
@@ -407,10 +457,10 @@ class Runtime:
             unit.arrived.clear()
             unit.complete = 0
             self._leave_backward(unit)
-        self._release_kept()
+        self._release_kept(graphed=not self._graphed)
         self.schedule.end(training=True)
         self._arrived = set()
-        self._active = self._scaled = False
+        self._active = self._scaled = self._graphed = False
 
     def _reduce_all(self) -> None:
         self.reductions.finish()
@@ -426,11 +476,12 @@ class Runtime:
         if not unit.kept:
             unit.release()
 
-    def _release_kept(self, first: int = 0) -> None:
-        """Units that were kept, from the `first` one on."""
-        kept, self._kept = self._kept[first:], self._kept[:first]
+    def _release_kept(self, first: int = 0, graphed: bool = False) -> None:
+        """Units that were kept, from the `first` one on; those for a backward of a backward only where it is over."""
+        stay = [unit for position, unit in enumerate(self._kept) if position < first or (unit.graphed and not graphed)]
+        kept, self._kept = [unit for unit in self._kept if unit not in stay], stay
         for unit in kept:
-            unit.kept = False
+            unit.kept = unit.graphed = False
             if unit.depth == 0 and not unit.in_backward and not unit.pinned:
                 self._release(unit)
 
@@ -443,7 +494,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Before shards are written: no unit keeps what was gathered or fetched from them."""
-        self._release_kept()
+        self._release_kept(graphed=True)
         for unit in self.units:
             if unit.depth == 0 and not unit.pinned:
                 unit.release()
@@ -458,7 +509,7 @@ class Runtime:
 
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
-        self._active = self._scaled = False
+        self._active = self._scaled = self._graphed = False
         self.weight, self.unweighted = 0.0, False
         self._arrived = set()
         self.reductions.clear()

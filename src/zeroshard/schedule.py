@@ -9,8 +9,12 @@ once, and the step is recorded anew. Evaluation (no gradients) has a record of i
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+_MOST_VISITS = 1 << 16  # of one step: more are forwards whose backward never comes
+_MOST_DEVIATIONS = 100  # kept, for reports
 
 
 class Visit(NamedTuple):
@@ -41,13 +45,15 @@ class Schedule:
     def __init__(self, names: list[str]) -> None:
         self.names = names
         self.tracks: dict[bool, Track] = {True: Track(), False: Track()}
-        self.deviations: list[str] = []
+        self.deviations: deque[str] = deque(maxlen=_MOST_DEVIATIONS)
 
     def visit(self, visit: Visit, training: bool) -> str | None:
         """Note that a unit is needed now. The message of a deviation, the first time a step has one."""
         track = self.tracks[training]
         cursor = len(track.current)
         expected = track.order[cursor] if track.following and cursor < len(track.order) else None
+        if cursor == _MOST_VISITS:
+            track.current, track.deviated = [], True
         track.current.append(visit)
         if not track.following or expected == visit:
             return None

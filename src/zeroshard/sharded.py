@@ -59,6 +59,9 @@ class Home(Protocol):
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """The result of an operation with the gathered parameter, where a forward runs; NotImplemented elsewhere."""
 
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`."""
+
 
 class ShardedTensor(torch.Tensor):
     """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
@@ -180,6 +183,15 @@ class ShardedParameter(ShardedTensor):
             return func(*args, **kwargs)
 
     @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The sharded value without its graph; what is assigned is copied into the slices."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._home.assign(self, value)
+
+    @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
         return self._home.gradient()
@@ -201,6 +213,15 @@ class ReplicatedParameter(nn.Parameter):
     """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
 
     _home: Home
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The value without its graph, but with its count of writes: masters follow them. What is assigned is copied."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._home.assign(self, value)
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -244,6 +265,11 @@ _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "
 def local_grad(param: Tensor) -> Tensor | None:
     """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
     return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+
+
+def set_data(param: Tensor, value: Tensor) -> None:
+    """`param.data = value` as torch does it: the parameter gets other memory."""
+    torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
 
 
 def clear_local_grad(param: Tensor) -> None:
@@ -402,6 +428,9 @@ class RangeHome:
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        raise ShardedWriteError(f"{self.name} is a view and takes no other data.")
 
 
 def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) -> ShardedTensor:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from .buffer import GradientBuffer, ParameterBuffer
 from .comm.base import Comm, Work
 from .config import Offload
-from .errors import ModelChanged, ShardedAccessError
+from .errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from .layout import FlatLayout
 from .memory.tiers import Rest
 from .sharded import ReleasedParameter, ShardedParameter, ShardedTensor
@@ -102,6 +102,19 @@ class ParamHome:
 
     def set_gradient(self, value: Tensor | None) -> None:
         self.group.set_gradient(self.index, value)
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""
+        if isinstance(value, ShardedTensor) and value._home is self and value.dtype == param.dtype:
+            return  # what it is
+        if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
+            raise ModelChanged(
+                f"parameter {self.name} was converted from {tuple(param.shape)} {param.dtype} on {param.device} to "
+                f"{tuple(value.shape)} {value.dtype} on {value.device} after zs.shard(), by half(), to() or `.data = ...`. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), convert the model before it, or zs.close(model) first."
+            )
+        with torch.no_grad():
+            param.copy_(value)
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
@@ -226,6 +239,7 @@ class Unit:
         self.kept = False  # an output still refers to its memory
         self.outdated = False  # and shards were written since
         self.swapped = False  # modules hold compute parameters
+        self._seen_versions: list[int] = []  # of compute parameters when that began
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
         self.gathered_numel = sum(g.layout.numel for g in groups)
         mapped = any(g.values.mapped for g in groups)  # such memory is never released
@@ -235,6 +249,9 @@ class Unit:
         self.expected = sum(len(g.specs) for g in self.trainable)  # gradients per backward
         self.has_frozen = len(self.trainable) < len(groups)
         self.marked = self.has_frozen or isinstance(modules[0], Tile)  # backward may be over before all gradients are there
+        self.graphed = False  # for a backward of a backward
+        self.first_node = self.first_hidden = 0  # of a forward in autograd's graph (Runtime._encloses)
+        self.nodes, self.hidden, self.hidden_inside = -1, 0, 0  # how many it has put there; that outputs do not lead to
         self.complete = 0  # parameters with a gradient in this backward
         self.arrived: set[int] = set()  # numbers of those with one since the unit was last left: all, and it is left again
         self.task = -1  # autograd's number of the backward that brought them
@@ -269,11 +286,6 @@ class Unit:
             return False  # a part may be under way: it is used when the rest follows
         self._move(Phase.FETCHING)
         return True
-
-    @property
-    def fetched(self) -> bool:
-        """True where what was fetched has arrived."""
-        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
 
     def forget(self) -> None:
         """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
@@ -338,6 +350,7 @@ class Unit:
                 if parameters.get(attribute) is not params[i] or params[i].requires_grad is not compute[i].requires_grad:
                     self._complain(parameters, attribute, params[i], compute[i])
                 parameters[attribute] = compute[i]
+        self._seen_versions = self._versions()
         self.swapped = True
 
     def swap_out(self) -> None:
@@ -348,6 +361,21 @@ class Unit:
             if parameters.get(attribute) is compute[i]:
                 parameters[attribute] = params[i]
         self.swapped = False
+
+    def _versions(self) -> list[int]:
+        return [param._version for group in self.groups for param in group.compute]
+
+    def check_unwritten(self) -> None:
+        """At the end of a forward: raise ShardedWriteError where it has written one of its parameters in place."""
+        if not self.swapped or self._versions() == self._seen_versions:
+            return
+        specs = [spec for group in self.groups for spec in group.specs]
+        written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
+        self._seen_versions = self._versions()
+        raise ShardedWriteError(
+            f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
+            "Write it before or after the forward, under torch.no_grad(); for nn.Embedding(max_norm=...) use stage 2."
+        )
 
     def as_computed(self, tree: Any) -> Any:
         """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""

@@ -146,6 +146,7 @@ class OptimizerCore:
             unit.check_unchanged()
         runtime.flush()
         if not self.stepped_groups:
+            self.comm.exchange(b"", "optimizer step without gradients")  # a rank that is alone with it is told
             self.last_step = StepRecord(0.0, 1.0, skipped=True)
             return self.last_step
         scale = runtime.scaler.scale if runtime.scaler is not None else 1.0

@@ -130,6 +130,9 @@ class StateHome:
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
 
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        raise AssertionError("a state is no parameter")
+
 
 def _cut(value: Any, numel: int, start: int, stop: int) -> Any:
     if not isinstance(value, Tensor):
