@@ -23,7 +23,7 @@ def test_the_first_step_records_and_foresees_nothing(order):
         assert schedule.visit(visit, True) is None
         assert schedule.upcoming(True) == [] and not schedule.repeats(visit, True)
     schedule.end(True)
-    assert schedule.tracks[True].order == order and schedule.deviations == []
+    assert schedule.tracks[True].order == order and not schedule.deviations
 
 
 @given(visits, st.integers(1, 3))
@@ -38,7 +38,7 @@ def test_a_repeated_step_is_foreseen_from_every_visit(order, steps):
             following = order[position + 1] if position + 1 < len(order) else None
             assert schedule.repeats(visit, True) == (following == visit)
         schedule.end(True)
-    assert schedule.deviations == []
+    assert not schedule.deviations
 
 
 @given(visits, visits)

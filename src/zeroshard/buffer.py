@@ -112,6 +112,11 @@ class ParameterBuffer:
         self._staged = (*taken, pending)
         return True
 
+    @property
+    def fetched(self) -> bool:
+        """True where the shard is on the device, at rest or in a staging buffer."""
+        return not self.staged or (self._staged is not None and self._staged[2].done())
+
     def forget(self) -> None:
         """Drop a shard that was fetched and not gathered: the one at rest is about to change."""
         if self._staged is not None:

@@ -110,6 +110,7 @@ class Runtime:
         self.saver: Any = None  # of checkpoints
         self.unusable = ""  # why, where a load ended half-way
         self.reductions = Reductions(units, config, comm, self._poll)
+        self._alone = (comm.world_size == 1 or comm.imagined) and not comm.ordered
         self.sync = True  # False inside zs.accumulate
         self.accumulated = False  # there was a zs.accumulate since the last reduced backward
         self.closed = False
@@ -299,8 +300,8 @@ class Runtime:
         """Fetch ahead from other tiers as far as buffers allow, and gather ahead: the next unit, more within the budget.
 
         Over shared memory a gather is a copy by this rank: nothing is won by an early one. What comes from another tier is
-        not gathered here: whether it has arrived is a matter of each rank's disk, and a gather that only some ranks have
-        begun could not be dropped again. Ordered comms gather it at `_gather_staged`.
+        gathered here only where there are no peers: whether it has arrived is a matter of each rank's disk, and a gather
+        that only some ranks have begun could not be dropped again. Ordered comms gather it at `_gather_staged`.
         """
         upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]]
         upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
@@ -312,7 +313,7 @@ class Runtime:
             if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
                 return
             ahead += unit.gathered_nbytes
-            if not (unit.staged or self.comm.shares_memory):
+            if unit.fetched and self._alone if unit.staged else not self.comm.shares_memory:
                 unit.gather()
 
     def _gather_staged(self) -> None:
@@ -359,8 +360,9 @@ class Runtime:
         if (nodes, inside) != (unit.nodes, unit.hidden_inside):
             unit.nodes, unit.hidden_inside = nodes, inside
             unit.hidden = nodes - len(_nodes_since(unit.first_node, outputs)) - inside
-            if unit.hidden:
-                self.messages.append(f"{unit.name}: not all that its forward computes leaves by its outputs; it stays gathered until backward")
+            message = f"{unit.name}: not all that its forward computes leaves by its outputs; it stays gathered until backward"
+            if unit.hidden and message not in self.messages:
+                self.messages.append(message)
         self._hidden += unit.hidden
         return not unit.hidden
 

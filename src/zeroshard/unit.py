@@ -287,6 +287,11 @@ class Unit:
         self._move(Phase.FETCHING)
         return True
 
+    @property
+    def fetched(self) -> bool:
+        """True where what was fetched has arrived."""
+        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
+
     def forget(self) -> None:
         """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
         for group in self.groups:
