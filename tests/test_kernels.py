@@ -11,6 +11,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.bench import hostadam
+from zeroshard.machine import cache_nbytes
 from zeroshard.optim import kernels
 from zeroshard.optim.kernels import Team, kernel_for, matches, step_chunk, step_stretch, stepping_threads
 
@@ -386,3 +387,18 @@ def test_the_benchmark_runs_and_judges():
     assert [goal["limit"] for goal in hostadam.goals(rows)] == [0.9, 1.0, 4.0]
     several = hostadam.measure(numel=5000, rounds=1, threads=2, deepspeed=False, chunks=True, huge_pages=True)
     assert {"zeroshard joint", "zeroshard 2^14", "zeroshard 2^20"} <= {row["name"] for row in several}
+
+
+@pytest.mark.parametrize(
+    ("second", "third", "expected"),
+    [(2 << 20, 105 << 20, 1 << 16), (1 << 20, 32 << 20, 1 << 18), (1 << 20, 16 << 20, 1 << 17), (None, None, 1 << 16)],
+)  # fmt: skip
+def test_chunks_fit_a_cache(second, third, expected):
+    """The second level where it holds 2^16 parameters, else a quarter of the third at most."""
+    assert kernels._chunk_for(second, third) == expected
+
+
+def test_the_machine_tells_its_caches():
+    """Sizes rise with the level; a level that does not exist has none."""
+    known = [size for level in (1, 2, 3) if (size := cache_nbytes(level)) is not None]
+    assert known == sorted(known) and cache_nbytes(9) is None and all(size >= 1 << 10 for size in known)

@@ -1,4 +1,4 @@
-"""Which machine this process runs on, as ranks compare it: for shared memory, local disks and process numbers."""
+"""Which machine this process runs on: what ranks compare, for shared memory, local disks and process numbers, and its caches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,18 @@ def ranks_here(otherwise: int) -> int:
     """Ranks of this machine: LOCAL_WORLD_SIZE, which launchers set; `otherwise` where it is not set, or is no such number."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(given), 1) if given.isascii() and given.isdigit() else otherwise
+
+
+def cache_nbytes(level: int) -> int | None:
+    """Bytes of the first core's data cache of a level, as Linux tells them; None where it does not."""
+    for index in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            kind, found, size = ((index / name).read_text().strip() for name in ("type", "level", "size"))
+        except OSError:
+            continue
+        if found == str(level) and kind != "Instruction" and size.endswith("K") and size[:-1].isdigit():
+            return int(size[:-1]) << 10
+    return None
 
 
 def host_identity() -> tuple[str, str]:

@@ -2,10 +2,10 @@
 
 A mixed-precision update reads a 16-bit gradient and writes a 16-bit parameter beside the fp32 master and states. With
 whole tensors each cast is a pass through memory of its own (40 bytes a parameter for Adam); in chunks the fp32
-gradient never leaves the core's second-level cache (28 bytes):
+gradient never leaves the cache (28 bytes):
 
     gradient (bf16) --copy--> scratch (fp32) --fused step--> master, states (fp32) --copy--> parameter (bf16)
-                              |______ one chunk of CHUNK_NUMEL parameters: 1.3 MB for Adam ______|
+                              |____ one chunk of CHUNK_NUMEL parameters: 20 bytes each for Adam ____|
 
 Words: a *stretch* is a contiguous tensor (n,) that one optimizer group steps; a *column* is a state as large as the
 stretch (exp_avg, sum, ...); all other entries of a state (`step`) are *counters*, one number a stretch. A *chunk* is a
@@ -35,14 +35,24 @@ import torch
 from torch import Tensor
 
 from ..layout import round_up
-from ..machine import ranks_here
+from ..machine import cache_nbytes, ranks_here
 from .lion import Lion, lion_update
 
-# Parameters per chunk and thread. Adam touches 20 bytes of cache a parameter: 1.3 MB, for second-level caches of 2 MB.
-# One thread (docs/log.md): 2^14 +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%, 2^20 +12% (out of the cache).
-# Threads of a team also wait for each other's Python: chunks twice as long take 103 ms where these take 120.
-CHUNK_NUMEL = 1 << 16
-TEAM_CHUNK_NUMEL = 1 << 17
+
+def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
+    """Parameters per chunk and thread, from the sizes of a core's second-level cache and of the third-level one.
+
+    Adam touches 20 bytes of cache a parameter. One thread, second level of 2 MB (docs/log.md): 2^16, 1.3 MB, is best; 2^14
+    +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%. Of 1 MB, and 32 MB in the third: 2^18 takes 26% less than 2^16.
+    """
+    if second_nbytes is None or third_nbytes is None or second_nbytes >= 20 << 16:
+        return 1 << 16
+    return 1 << 18 if third_nbytes >= 4 * (20 << 18) else 1 << 17
+
+
+CHUNK_NUMEL = _chunk_for(cache_nbytes(2), cache_nbytes(3))
+# threads of a team also wait for each other's Python: 2^17 takes 103 ms where 2^16 takes 120
+TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
 CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
 
 
