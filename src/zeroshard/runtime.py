@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from .comm.base import Comm
+from .compat import idle_nodes
 from .config import Config
 from .errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
 from .memory.ledger import Ledger
@@ -208,7 +209,7 @@ class Runtime:
         if unit.depth == 0 and not unit.pinned and unit.sharded:
             self._open(unit, backward=unit.in_backward)
             if torch.is_grad_enabled():
-                unit.first_node, unit.first_hidden = _next_node(), self._hidden
+                unit.first_node, unit.first_hidden = _next_node(), self._hidden + idle_nodes()
         unit.depth += 1
 
     def exit(self, unit: Unit, output: Any) -> None:
@@ -356,7 +357,8 @@ class Runtime:
         An auxiliary loss that a module keeps as an attribute is not: backward may reach it first. Nodes are numbered in the
         order in which they are made; only where their number is not that of the last time are they looked at.
         """
-        nodes, inside = _next_node() - unit.first_node, self._hidden - unit.first_hidden  # of units inside, which know of theirs
+        nodes = _next_node() - unit.first_node
+        inside = self._hidden + idle_nodes() - unit.first_hidden  # of units inside, which know of theirs, and of checkpoints
         if (nodes, inside) != (unit.nodes, unit.hidden_inside):
             unit.nodes, unit.hidden_inside = nodes, inside
             unit.hidden = nodes - len(_nodes_since(unit.first_node, outputs)) - inside
