@@ -477,7 +477,8 @@ def test_hooks_around_own_checkpoints_stay_in_force(activate):
     seen = []
 
     def pack(tensor):
-        seen.append(tensor.shape)
+        if tensor.numel():  # checkpoints of torch before 2.13 save an empty one each
+            seen.append(tensor.shape)
         return tensor.detach().clone()
 
     def packed(model):

@@ -192,7 +192,8 @@ def test_a_compiled_block_may_do_it(mode, units):
             stepper.step()
             stepper.zero_grad()
         counts.append(compiled.frame_count)
-    assert 0 < counts[0] and counts[1] == counts[-1], counts
+    assert counts[1] == counts[-1], counts
+    assert counts[0] > 0 or units == "leaf"  # before torch 2.13 what is left between the hooks of leaves is not compiled
     for name, value in zs.full_state_dict(model).items():
         same(value, plain.state_dict()[name], name, 1e-6)
 
