@@ -403,7 +403,7 @@ def export_in_little_memory(rank, world, folder):
 
 @pytest.mark.processes
 # the peak of resident memory can be started anew on Linux alone; elsewhere it would hold that of the imports
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")  # no other way to see resident memory; the export itself is tested above
 def test_exporting_takes_the_memory_of_some_chunks(tmp_path):
     run_threads(1, save_wide, tmp_path)
     (added,) = run_processes(export_in_little_memory, 1, tmp_path, timeout_s=100)

@@ -245,7 +245,7 @@ def test_memory_that_can_not_be_pinned(tiers: dict, tmp_path, monkeypatch) -> No
 def test_a_model_on_a_device_that_is_not_current(tiers: dict, offload: str, tmp_path) -> None:
     """On cuda:1 while cuda:0 is current. Nothing of it may be on cuda:0."""
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
+        pytest.skip("needs two CUDA devices")  # the one that is current must not be the model's; the stand-in device can have two
     device, plain = torch.device("cuda:1"), _plain()
     with torch.cuda.device(device):
         comm = DistComm(dist.new_group([0]), device, 30.0)
@@ -293,7 +293,7 @@ def _born(way: str, stage: int) -> nn.Module:
 def test_born_sharded(way: str, stage: int, tiers: dict, tmp_path) -> None:
     """The values are those that a plain construction on the device draws from the same seed."""
     if tiers and stage != 3:
-        pytest.skip("tiers of parameters are stage 3's")
+        pytest.skip("tiers of parameters are stage 3's")  # no such run: zs.shard refuses it, test_tiers_options.py
     reference = sgd((plain := _born("plain", stage)).parameters())
     model, optimizer = _sharded(_born(way, stage), sgd, stage=stage, offload_path=str(tmp_path), **tiers)
     _check(model, plain, {"rtol": 0.0, "atol": 0.0})

@@ -258,7 +258,7 @@ for mib in (256, 1024):
 
 @pytest.mark.processes
 # elsewhere the kernel does not say how much of the limit is used (/proc/self/statm); refusals by other limits are tested above
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")  # limits that other systems do not enforce
 def test_b23_a_real_limit_of_the_address_space_is_seen():
     run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, timeout=50)
     assert run.returncode == 0, run.stderr

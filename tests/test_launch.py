@@ -130,7 +130,7 @@ def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd,
 
 
 # elsewhere the launcher promises less: ranks of one that is killed end when they next find their peers gone
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")  # elsewhere launch.py sets none
 def test_ranks_die_with_a_killed_launcher(tmp_path):
     shutil.copy(launch.__file__, tmp_path / "launch_alone.py")  # needs no torch, so these processes start at once
     (tmp_path / "main.py").write_text(
