@@ -28,8 +28,9 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "equivalence", "equivalence_wide", "fake_world", "processes", "private_memory", "checkpoint_kills", "beyond", "optimizer",
-    "tiers_placements", "tiers_faults", "reproductions", "delayed", "cli", "cli_resume", "checkpoint_edges", "load_memory",
+    "beyond", "fake_world", "equivalence", "equivalence_wide", "processes", "recovery", "private_memory", "checkpoint_kills", "optimizer",
+    "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed", "cli", "cli_resume",
+    "checkpoint_edges", "load_memory",
     "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",
     "kernels", "activations", "models", "bench_tiers", "import_foreign", "tiers", "checkpoint", "bench", "checkpoint_format",
     "birth", "training_loops", "host_memory", "files", "tiers_options", "life_cycle",

@@ -10,6 +10,7 @@ import errno
 import gc
 import multiprocessing
 import os
+import threading
 import traceback
 import weakref
 from types import SimpleNamespace
@@ -35,12 +36,15 @@ from zoo import (
 )
 
 import zeroshard as zs
+from zeroshard.activations.disk import DiskPlace
 from zeroshard.activations.space import Space
 from zeroshard.activations.store import Passed
 from zeroshard.comm import world
 from zeroshard.comm.dist import DistComm
-from zeroshard.comm.streams import RecordingStreams
+from zeroshard.comm.streams import RecordingStreams, Streams
 from zeroshard.launch import free_port, run_processes
+from zeroshard.memory.files import Syscalls
+from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads
 
 
@@ -562,3 +566,28 @@ def test_a_mesh_of_data_and_model_parallel_ranks(tmp_path):
     assert len(texts) == 4
     for text in texts:
         assert "CollectiveMismatch" in text and "rank 1: blocks.0: (5, 8) float32" in text, text
+
+
+def test_a_slice_that_is_read_in_vain_keeps_its_place_until_then(tmp_path):
+    """Another slice written there meanwhile would not match the checksum of what is read, and end the run for nothing."""
+
+    class Held(Syscalls):
+        go_on = threading.Event()
+
+        def preadv(self, fd, buffers, offset):
+            self.go_on.wait(20)
+            return super().preadv(fd, buffers, offset)
+
+    place = DiskPlace(zs.Offload("nvme", path=str(tmp_path), checksum=True), torch.device("cpu"), Streams(), Ledger(), 1 << 20, 0, 0)
+    place.engine.calls = Held()
+    first = place.put(torch.full((4096,), 1.0), 4096)
+    first.writing.wait()
+    place.fetch(first, wait=True)
+    place.drop(first)
+    second = place.put(torch.full((4096,), 2.0), 4096)
+    assert second.offset != first.offset
+    place.engine.calls.go_on.set()
+    for value in range(4):
+        last = place.put(torch.full((4096,), float(value)), 4096)
+    assert torch.equal(place.get(last), torch.full((4096,), 3.0))
+    place.close()

@@ -195,3 +195,14 @@ def test_each_rank_may_have_a_swap_folder_of_its_own(tmp_path, own):
     for state in run_threads(2, run):
         for name, value in plain.state_dict().items():
             same(state[name], value, name, 1e-6)
+
+
+def test_an_expanded_buffer_takes_rank_0s_value():
+    """Its rows share memory: it is written once."""
+    def run(rank):
+        model = nn.Linear(3, 3)
+        model.register_buffer("mask", torch.full((1, 3), float(rank)).expand(4, 3))
+        model, _ = zs.shard(model, None, stage=2)
+        assert torch.equal(model.mask, torch.zeros(4, 3)) and model.mask.stride() == (0, 1)
+
+    run_threads(2, run)

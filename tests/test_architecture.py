@@ -19,7 +19,7 @@ TESTS = sorted(Path(__file__).parent.glob("*.py"))
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
-    ("errors", "compat", "machine", "version"),
+    ("errors", "compat", "graph", "machine", "version"),
     ("config", "layout", "boxes", "schedule", "precision", "optim.record"),  # pure
     ("memory.ledger",),
     ("comm",),  # the interface and its backends

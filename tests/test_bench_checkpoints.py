@@ -29,6 +29,13 @@ def test_a_tiny_race_of_checkpoints(tmp_path, monkeypatch, capsys, forked_teams)
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
+@pytest.mark.parametrize(("option", "value", "known"), [("--sizes", "small", "34M, 500M"), ("--only", "zs3,zs", "zs3, fsdp2, ds3")])
+def test_names_that_nobody_knows(capsys, tmp_path, option, value, known):
+    with pytest.raises(SystemExit):
+        checkpoints.main(["--path", str(tmp_path), option, value])
+    assert f"{option}: expected some of {known}, got {value.split(',')[-1]}" in capsys.readouterr().err
+
+
 def test_ratios_are_of_medians_and_name_what_is_missing():
     ours = checkpoints.Kept(
         Contender("zs", 3), save_s=[1.0, 2.0, 3.0], load_s=[1.0, 1.0, 1.0], stall_s=[0.11, 0.12, 0.5],

@@ -3,27 +3,38 @@
 The long form, 2 x 10^9 parameters below 6 GiB, is `python -m zeroshard.bench.beyond` (docs/benchmarks.md).
 """
 
+import subprocess
+import sys
+
 import pytest
 
 from zeroshard.bench.beyond import Plan, run
 from zeroshard.bench.cage import CageUnavailable, MemoryCage
 
-LIMIT_NBYTES = 6 << 28  # 1.5 GiB, of which two interpreters with torch take up to 0.8: a run needs 0.6 to 1.1 here
+ROOM_NBYTES = 640 << 20  # beside what two interpreters take; a run needs 0.1 GiB of it here, and page cache in passing
+RANKS = 2
+
+
+def interpreter_nbytes() -> int:
+    """Of a process that has imported torch and zeroshard, shared by no other: 150-190 MiB of the CPU build, 280-480 of that for CUDA."""
+    program = "import psutil, torch.distributed, zeroshard; print(psutil.Process().memory_full_info().uss)"
+    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.processes
 @pytest.mark.limit(400)
 def test_states_beyond_an_enforced_limit_train_on_disk(tmp_path):
+    allowed = ROOM_NBYTES + RANKS * interpreter_nbytes()
     try:
-        with MemoryCage(LIMIT_NBYTES):
-            limit = LIMIT_NBYTES
+        with MemoryCage(allowed):
+            limit = allowed
     except CageUnavailable:
         limit = 0  # nothing enforces it here: the resident memory is watched instead
-    plan = Plan(2e8, str(tmp_path), limit_nbytes=limit, steps=2, seq=16, layers=40, buffer_nbytes=4 << 20, timeout_s=380.0)
+    plan = Plan(2e8, str(tmp_path), ranks=RANKS, limit_nbytes=limit, steps=2, seq=16, layers=40, buffer_nbytes=4 << 20, timeout_s=380.0)
     result = run(plan)
     assert result.parameters >= 2e8
-    assert result.states_nbytes > 2 * LIMIT_NBYTES  # bf16 parameters, fp32 gradients, masters and two moments: 18 bytes
-    assert (result.peak_nbytes if limit else result.rss_peak_nbytes) <= LIMIT_NBYTES
+    assert result.states_nbytes > 2.5 * allowed  # bf16 parameters, fp32 gradients, masters and two moments: 18 bytes
+    assert (result.peak_nbytes if limit else result.rss_peak_nbytes) <= allowed
     assert result.losses[1] < result.losses[0]  # the same batch again
     numel = result.parameters
     # a step reads parameters twice, gradients, masters and moments; it writes gradients, masters, moments and parameters

@@ -350,11 +350,24 @@ def test_must_17_optimizer_states_and_groups(tiled, odd):
         for key in ("exp_avg", "exp_avg_sq"):
             assert tuple(tiled.tensors[f"optim.state.{name}.{key}"]["shape"]) == shape
         assert tiled.tensor(f"optim.state.{name}.step").item() == 3
+    assert tiled.manifest["scalars"] == odd[0].manifest["scalars"] == ["step"]
     groups = tiled.object("optim.param_groups")
     assert [group["lr"] for group in groups] == [3e-3, 5e-3]
     assert sorted(name for group in groups for name in group["params"]) == sorted(shapes)
     for name, state in odd[1].states.items():
         assert torch.equal(odd[0].tensor(f"optim.state.{name}.exp_avg"), state["exp_avg"].float()), name
+
+
+def test_must_17_a_manifest_that_does_not_name_scalars(tmp_path):
+    """As earlier versions wrote it: shapes tell them."""
+    model, optimizer = saver()
+    train(model, optimizer, 0, BATCHES)
+    path, before = zs.save(tmp_path, model, optimizer, name="x").path, snapshot(model, optimizer)
+    rewritten(path, lambda body: body.pop("scalars"))
+    train(model, optimizer, 0, BATCHES)
+    zs.load(path, model, optimizer)
+    assert_equal(snapshot(model, optimizer), before)
+    zs.close(model)
 
 
 def test_must_18_own_state_and_generators(odd, tiled):

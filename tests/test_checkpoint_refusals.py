@@ -11,9 +11,9 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 import zeroshard as zs
+from zeroshard.checkpoint.foreign.safetensors import index_folder
 from zeroshard.checkpoint.stored import StoredPart
 from zeroshard.tiles import Part
-from zeroshard.weights import index_folder
 
 
 class Buffered(nn.Module):

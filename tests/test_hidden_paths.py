@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from zoo import Block, Case, Stack, check, every_mode, normal_batches, run_threads, same, seeded, sgd, square
 
@@ -73,8 +74,10 @@ def list_too(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 @every_mode
 @pytest.mark.parametrize("units", ["leaf", (Keeps,)], ids=["leaf", "block"])
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
-@pytest.mark.parametrize("kind", ["matrix", "scale", "norm"])
-@pytest.mark.parametrize("loss", [attribute_too, attribute_alone, list_too])
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(attribute_too, "matrix"), (attribute_too, "scale"), (attribute_too, "norm"), (attribute_alone, "matrix"), (list_too, "norm")],
+)
 def test_a_loss_that_a_module_keeps(mode, units, after, kind, loss):
     """Backward may reach it before any output of the module: the unit must be there."""
     check(Case(seeded(Keeping, kind, after), normal_batches(3, 2, 4, DIM), loss, optimizer=sgd), units=units, **mode)
@@ -271,3 +274,54 @@ def test_forwards_without_backward_take_no_more_and_more_memory(monkeypatch):
         return visits
 
     assert max(run_threads(2, run)) <= 50
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------
+
+
+def derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [
+        torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+        torch.func.vjp(model, x)[1](torch.ones(len(x), DIM))[0],
+        torch.func.jacrev(model)(x[0]),
+        torch.func.vmap(torch.func.hessian(model))(x),
+    ]
+
+
+@pytest.mark.parametrize("mode", [{"stage": 0}, {"stage": 2}, {"stage": 3, "map_shared": True}, {**RELEASED, "gather": True}])
+def test_derivatives_of_torch_func(mode):
+    """Right where the parameters are there; at stage 3 with released memory they must be gathered around it."""
+    model, x = seeded(Block, DIM), torch.ones(2, DIM) / 3
+    wanted = derivatives(model, x)
+
+    def run(rank):
+        copied, _ = zs.shard(copy.deepcopy(model), None, **{key: mode[key] for key in mode if key != "gather"})
+        if mode.get("gather"):
+            with zs.gathered(copied):
+                return derivatives(copied, x)
+        return derivatives(copied, x)
+
+    (got,) = run_threads(1, run)  # torch has one forward-mode level a process
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, "derivative", 0.0)
+
+
+def test_torch_func_on_released_parameters_is_refused():
+    """With the remedy, and nothing is left of it: the next forward and backward are right. vmap alone and forward-mode AD work."""
+    x = torch.ones(2, DIM)
+    tangent = torch.func.jvp(seeded(Block, DIM), (x,), (x,))[1]
+
+    def run(rank):
+        model, _ = zs.shard(seeded(Block, DIM), None, **RELEASED)
+        wanted = model(x)
+        for attempt in (lambda: torch.func.vjp(model, x), lambda: torch.func.jvp(model, (x,), (x,)), lambda: torch.func.jacrev(model)(x[0])):
+            with pytest.raises(zs.ShardedAccessError, match="torch.func.*zs.gathered"):
+                attempt()
+            same(model(x), wanted, "output after it", 0.0)
+        same(torch.func.vmap(model)(x), wanted, "vmap", 0.0)
+        with fwAD.dual_level():
+            same(fwAD.unpack_dual(model(fwAD.make_dual(x, x))).tangent, tangent, "tangent", 0.0)
+        model(x).sum().backward()
+        assert runtime_of(model).ledger.now[GATHERED] == 0
+
+    run_threads(1, run)

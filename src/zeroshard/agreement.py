@@ -132,8 +132,15 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
         if comm.rank != 0:
             with torch.no_grad():
                 flat = torch.frombuffer(bytearray(given), dtype=tensor.dtype)
-                tensor.data.copy_(flat.view(tensor.shape))
+                distinct(tensor.data, tensor).copy_(distinct(flat.view(tensor.shape), tensor))
     return [tensors[i][0] for i in differing]
+
+
+def distinct(value: Tensor, like: Tensor) -> Tensor:
+    """Of the rows that share memory in `like`, an expanded tensor, the first one of `value`: what can be written."""
+    for dim, stride in enumerate(like.stride()):
+        value = value.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] > 1 else value
+    return value
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -22,11 +22,12 @@ from .build import Builder, carry_hooks, open_tiers, swap
 from .checkpoint.opening import open_weights
 from .comm import world
 from .comm.base import Comm
-from .config import Config
+from .config import Config, Tier
 from .errors import ConfigError, OffloadIOError, ZeroshardError
-from .memory.host import keep_freed_memory
+from .memory.host import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
-from .optim.sharded import OptimizerCore, ShardedOptimizer, check_elementwise, check_parameters, shard_optimizer
+from .optim.checks import check_elementwise, check_parameters, check_steps_itself
+from .optim.sharded import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .partition import collect, partition
 from .runtime import Runtime, runtime_of
 from .sharded import ReplicatedParameter, ShardedTensor, set_data
@@ -60,11 +61,15 @@ def shard(
 
     Nothing is changed before all checks have passed on this rank. Source: ZeRO, arXiv 1910.02054, section 5.
     """
+    if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
+        with torch.inference_mode(False):
+            return shard(model, optimizer, config=config, comm=comm, weights=weights, **options)
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     specs = collect(model, config)
     if optimizer is not None:
         check_elementwise(optimizer)
+        check_steps_itself(optimizer)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group = world.current(comm, device, config.stall_timeout_s)
@@ -75,7 +80,9 @@ def shard(
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    if config.keep_host_memory and device.type == "cpu":
+    if config.offload_param.tier is Tier.DISK:
+        return_freed_memory()
+    elif config.keep_host_memory and device.type == "cpu":
         keep_freed_memory()
     runtime = _build(model, optimizer, config, group, specs)
     undefined = birth.materialise_buffers(model, device)
@@ -107,6 +114,11 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
     for name, param in model.named_parameters():
         if isinstance(getattr(param, "_home", None), ParamHome):
             raise ZeroshardError(f"{name} belongs to a model that is sharded already: zs.close() that one first.")
+        if param.is_inference():
+            raise ConfigError(
+                f"{name} was made under torch.inference_mode(), and such tensors can not be placed anew: build the model outside "
+                "of it, or under torch.no_grad(). zs.shard() itself may be called anywhere."
+            )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters to shard.")
 
@@ -153,6 +165,9 @@ def _build(
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["params"] = [builder.replaced.get(id(p), p) for p in group["params"]]
+        states = [(builder.replaced.get(id(p), p), entries) for p, entries in optimizer.state.items()]
+        optimizer.state.clear()
+        optimizer.state.update(states)
     hooks.attach(runtime)
     return runtime
 
@@ -166,6 +181,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     values to come back: files are removed, and the error is raised again.
     """
     runtime = runtime_of(model)
+    runtime.recover()
     try:
         runtime.tiers.check()
         runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to what the others are about to read

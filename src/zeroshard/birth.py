@@ -115,8 +115,8 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
     """Initialise a model that was built on the meta device, in the order in which its constructor would have.
 
     Modules with `reset_parameters` that hold any of these are reset, children before parents, as constructors do it;
-    then a model with `_init_weights` has it applied to every module, as constructors commonly do last. Raises
-    ShardedAccessError for parameters and buffers that nothing initialises.
+    then a model with `_init_weights` has it applied to every module, as constructors commonly do last (where only buffers are
+    undefined, to the modules that have them). Raises ShardedAccessError for parameters and buffers that nothing initialises.
     """
     covered: set[str] = set()
     wanted = meta_names | set(undefined_buffers)
@@ -131,13 +131,39 @@ def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[s
         with torch.no_grad():
             reset()
         covered |= inside
-    if meta_names and hasattr(model, "_init_weights"):
-        with torch.no_grad():
-            model.apply(model._init_weights)
-        covered |= meta_names
+    if hasattr(model, "_init_weights"):
+        covered |= meta_names | _init_weights(model, bool(meta_names), set(undefined_buffers))
     missing = sorted(wanted - covered)
     if missing:
-        raise ShardedAccessError(
-            f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model. "
-            "Give the module a reset_parameters(), pass weights=<safetensors folder>, or build under zs.init()."
-        )
+        raise ShardedAccessError(_refusal(missing, bool(meta_names.intersection(missing))))
+
+
+@torch.no_grad()
+def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
+    """Let a model's own `_init_weights` initialise its modules, or those with undefined buffers; which of them it wrote."""
+    holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
+    before = {name: (buffer, _writes(buffer)) for name, buffer in model.named_buffers() if name in undefined}
+    for module in model.modules() if not everywhere else ():
+        if id(module) in holders:
+            model._init_weights(module)  # type: ignore[operator]
+    if everywhere:
+        model.apply(model._init_weights)  # type: ignore[arg-type]
+    after = dict(model.named_buffers())
+    return {name for name, (buffer, writes) in before.items() if after.get(name) is not buffer or _writes(buffer) != writes}
+
+
+def _writes(buffer: Tensor) -> int:
+    """How often it has been written in place, where torch counts that."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _refusal(missing: list[str], parameters: bool) -> str:
+    """What to do about it. parameters: there are some among what is missing."""
+    what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
+    if parameters:
+        return f"{what}. Give the module a reset_parameters(), pass weights=<a checkpoint>, or build under zs.init()."
+    return (
+        f"{what}: buffers that the checkpoint does not hold (one that is not persistent is in none). Build under "
+        "zs.init(stage=3) instead, which makes buffers as ever; or give the module a reset_parameters() that writes them, or assign them "
+        "(module.name = tensor) before zs.shard."
+    )

@@ -255,7 +255,8 @@ class Config:
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
-    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host.py).
+    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host.py). With parameters
+        on disk it is told to give large blocks back at once.
     offload_optimizer: where optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
                       device ("none", "cpu", "nvme"), or a mapping of its fields.
     offload_gradient: where reduced gradient shards rest (stages 2, 3). Default: on the host if the optimizer is offloaded.

@@ -42,6 +42,7 @@ def detach(runtime: Runtime) -> None:
         handle.remove()
     for module, compiled in runtime.compiled:
         module._compiled_call_impl = compiled
+    runtime.model.__dict__.pop("zero_grad", None)
     runtime.handles, runtime.compiled = [], []
 
 
@@ -63,8 +64,15 @@ def _attach_root(runtime: Runtime) -> None:
     def after(module: nn.Module, args: tuple, output: Any) -> Any:
         return runtime.root_exit(output)
 
+    def zero_grad(set_to_none: bool = True) -> None:
+        """As in torch, also of what is not to be seen in `p.grad`: sums held back, weights, norms."""
+        runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
+        if type(model).zero_grad is not nn.Module.zero_grad:
+            type(model).zero_grad(model, set_to_none)
+
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(model.register_forward_hook(after, always_call=True))
+    model.__dict__["zero_grad"] = zero_grad
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from torch.autograd import Variable
 from .comm.base import Comm
 from .compat import idle_nodes
 from .config import Config
-from .errors import CheckpointError, ModelClosed, ShardedAccessError, ZeroshardError
+from .errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
+from .graph import Marked, ended, in_backward, memory_of, next_node, nodes_since, running_forward, transforming
 from .memory.ledger import Ledger
 from .memory.pool import StagingPool
 from .memory.tiers import Tiers
@@ -35,51 +37,7 @@ from .tiles import Tile
 from .unit import ParamGroup, Phase, Unit
 from .watch import ModelWatch
 
-_LEAF = 1 << 62  # numbers of nodes that stand for leaves are higher
 _LOOKAHEAD = 8  # visits: bounds the host work of prefetching when units are tiny
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Identity of a tensor's memory; None for those (of torch.func, sparse) that have none of their own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except RuntimeError:
-        return None
-
-
-def _next_node() -> int:
-    return torch._C._autograd._get_sequence_nr()
-
-
-def _nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
-    """Numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs."""
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    found: set[int] = set()
-    while stack:
-        node = stack.pop()
-        number = node._sequence_nr()
-        if first <= number < _LEAF and number not in found:
-            found.add(number)
-            stack.extend(before for before, _ in node.next_functions if before is not None)
-    return found
-
-
-class _Marked(torch.autograd.Function):
-    """Identity on a frozen unit's inputs: its backward runs when nothing inside the unit remains to be computed."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.done = done
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        ctx.done()
-        return (None, *grads)
 
 
 class _End:
@@ -128,9 +86,12 @@ class Runtime:
         self._model_watch = ModelWatch(model, self.groups)
         self._active = False  # inside a backward
         self._training = False  # inside a forward that was entered with gradients
-        self._forwards = 0  # of the whole model, running
+        self._running: list[FrameType | None] = []  # forwards of the whole model
         self._scaled = False  # the loss scale was applied in this backward
         self._graphed = False  # this backward has create_graph=True
+        self.completed = 0  # backwards since the last zero_grad
+        self.lost = False  # the gradients of some of them, with one that failed
+        self.unscaled = False  # reduced gradients have been divided by the loss scale
         self._ending: Callable[[], _End | None] = lambda: None  # the end of the backward that runs
         self._arrived: set[int] = set()  # parameters that got their gradient in this backward
         self._kept: list[Unit] = []  # units whose memory an output still refers to
@@ -155,8 +116,7 @@ class Runtime:
         if self.unusable:
             raise CheckpointError(self.unusable)
         self.tiers.check()
-        if self._active and not _in_backward():
-            self._abandon()
+        self.recover()
         if not self._active:
             self._training = torch.is_grad_enabled()
             if self._training or any(unit.outdated for unit in self._kept):
@@ -167,12 +127,12 @@ class Runtime:
                 unit.check_unchanged()
         if self.config.precision != "fp32":
             args, kwargs = cast_floating((args, kwargs), self.config.compute_dtype)
-        self._forwards += 1
+        self._running.append(running_forward())
         return args, kwargs
 
     def root_exit(self, output: Any) -> Any:
         """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled (None: by an exception)."""
-        self._forwards = max(self._forwards - 1, 0)  # it may have been refused before it began
+        del self._running[-1:]  # it may have been refused before it began
         self._training = False
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
@@ -207,9 +167,14 @@ class Runtime:
     def enter(self, unit: Unit) -> None:
         """A forward inside the unit begins."""
         if unit.depth == 0 and not unit.pinned and unit.sharded:
+            if unit.memories and transforming():
+                raise ShardedAccessError(
+                    f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
+                    "`with zs.gathered(model):`."
+                )
             self._open(unit, backward=unit.in_backward)
             if torch.is_grad_enabled():
-                unit.first_node, unit.first_hidden = _next_node(), self._hidden + idle_nodes()
+                unit.first_node, unit.first_hidden = next_node(), self._hidden + idle_nodes()
         unit.depth += 1
 
     def exit(self, unit: Unit, output: Any) -> None:
@@ -233,7 +198,7 @@ class Runtime:
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
-        running = self._forwards > 0 or any(each.depth for each in self.units) or (self._active and _in_backward())
+        running = bool(self._running) or any(each.depth for each in self.units) or (self._active and in_backward())
         if unit.pinned or not running:
             return NotImplemented
         return self.run_inside(unit, lambda *args, **kwargs: func(*unit.as_computed(args), **unit.as_computed(kwargs)), args, kwargs)
@@ -279,7 +244,7 @@ class Runtime:
             if not unit.arrived or not unit.expected:
                 self._leave_backward(unit)
 
-        marked = dict(zip(map(id, tensors), _Marked.apply(done, *tensors), strict=True))
+        marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
         swap = lambda tensor: marked.get(id(tensor), tensor)  # noqa: E731
         return tuple(map_tensors(swap, a) for a in args), {k: map_tensors(swap, v) for k, v in kwargs.items()}
 
@@ -332,13 +297,20 @@ class Runtime:
         if not unit.sharded or not (training or memories):
             return
 
+        seen = unit.writes
+
         def arrived(_: Any) -> None:
+            if unit.writes != seen:
+                raise ShardedWriteError(
+                    f"{unit.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
+                    "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
+                )
             self.begin_unit_backward(unit)
 
         found = False
         tensors, complete = look_through(output)
         for tensor in tensors:
-            if memories and _memory(tensor) in memories:
+            if memories and memory_of(tensor) in memories:
                 self._keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
             if not (training and tensor.requires_grad):
                 continue
@@ -357,11 +329,11 @@ class Runtime:
         An auxiliary loss that a module keeps as an attribute is not: backward may reach it first. Nodes are numbered in the
         order in which they are made; only where their number is not that of the last time are they looked at.
         """
-        nodes = _next_node() - unit.first_node
+        nodes = next_node() - unit.first_node
         inside = self._hidden + idle_nodes() - unit.first_hidden  # of units inside, which know of theirs, and of checkpoints
         if (nodes, inside) != (unit.nodes, unit.hidden_inside):
             unit.nodes, unit.hidden_inside = nodes, inside
-            unit.hidden = nodes - len(_nodes_since(unit.first_node, outputs)) - inside
+            unit.hidden = nodes - len(nodes_since(unit.first_node, outputs)) - inside
             message = f"{unit.name}: not all that its forward computes leaves by its outputs; it stays gathered until backward"
             if unit.hidden and message not in self.messages:
                 self.messages.append(message)
@@ -384,6 +356,10 @@ class Runtime:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
         self._await_end()
         self._active = True
+        if self.unscaled:  # what this backward adds is not
+            self._unscale(False)
+        if self.optimizer is not None:
+            self.optimizer.core.norm = None  # of other gradients
 
     def _await_end(self) -> None:
         """Have `end_backward` called when the backward that runs now is over; what an earlier one left that failed goes."""
@@ -465,6 +441,20 @@ class Runtime:
         self.schedule.end(training=True)
         self._arrived = set()
         self._active = self._scaled = self._graphed = False
+        self.completed += 1
+
+    def unscale(self) -> None:
+        """Gradients are looked at: from here on they are free of the loss scale. Each rank by itself: a power of two is exact."""
+        if self.scaler is not None and not self.unscaled and not self._active:
+            self._unscale(True)
+
+    @torch.no_grad()
+    def _unscale(self, yes: bool) -> None:
+        assert self.scaler is not None
+        self.unscaled = yes
+        for group in self.groups:
+            if group.grads is not None and group.grads.reduced:
+                group.grads.scale(1.0 / self.scaler.scale if yes else self.scaler.scale)
 
     def _reduce_all(self) -> None:
         self.reductions.finish()
@@ -508,26 +498,50 @@ class Runtime:
 
     def before_change(self) -> None:
         """Values, masters or states are about to be written: a save in the background copies them first."""
+        self.recover()
         if self.saver is not None:
             self.saver.await_copy()
+
+    def recover(self) -> None:
+        """Forget a backward that ended by an exception, and forwards that were interrupted, on whichever rank.
+
+        Torch tells of neither: of a forward it reports what is an Exception, which KeyboardInterrupt is not.
+        """
+        interrupted = [frame for frame in self._running if frame is not None and ended(frame)]
+        self._running = [frame for frame in self._running if frame not in interrupted]
+        if self._active and not in_backward():
+            self._abandon()
+        elif interrupted and not self._running and not self._active:
+            self._leave_all()
 
     def _abandon(self) -> None:
         """A backward ended by an exception: drop what it left, so that the next step starts clean."""
         self._active = self._scaled = self._graphed = False
         self.weight, self.unweighted = 0.0, False
+        self.lost = self.lost or self.completed > 0
         self._arrived = set()
         self.reductions.clear()
+        self._leave_all()
+        for group in self.groups:
+            if group.grads is not None:
+                group.grads.discard()
+
+    def _leave_all(self) -> None:
         for unit in self.units:
             unit.arrived.clear()
             unit.complete, unit.depth, unit.in_backward = 0, 0, False
             unit.swap_out()
             self._release(unit)
             unit.forget()
-            for group in unit.trainable:
-                group.grads.discard()
 
     def flush(self) -> None:
         """Before gradients are used: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
+        self.recover()
+        if self.lost:
+            raise ZeroshardError(
+                "a backward failed after others since the last zero_grad, and the gradients of those went with it: call "
+                "optimizer.zero_grad() and run their batches again."
+            )
         if not self.accumulated:
             return  # whether there was one is the same on every rank; whether it left gradients is not
         with torch.no_grad():
@@ -535,16 +549,32 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
+        self.recover()
         self.forget_backwards()
         for group in self.groups:
             if group.grads is not None:
                 group.grads.drop()
                 group.active = [False] * len(group.specs)
 
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        """zero_grad(set_to_none=False): gradients there are become zeros; local sums held back are dropped."""
+        self.recover()
+        for group in self.groups:
+            if group.grads is None:
+                continue
+            if group.grads.reduced and any(group.active):
+                group.grads.zero()
+            group.grads.drop_held()
+        self.forget_backwards()
+
     def forget_backwards(self) -> None:
         """What is known of the backwards since the last zero_grad; their gradients are the caller's."""
         self.weight, self.unweighted, self.accumulated = 0.0, False, not self.sync
+        self.completed, self.lost, self.unscaled = 0, False, False
         self.reductions.touched = set()
+        if self.optimizer is not None:
+            self.optimizer.core.norm = None
 
 
 def runtime_of(model: nn.Module) -> Runtime:

@@ -120,6 +120,16 @@ class ShardedTensor(torch.Tensor):
             "zs.full_state_dict(model) or zs.save."
         )
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The value without its graph; what is assigned is copied into the slices."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Refused: this rank has a slice only."""
         raise ShardedAccessError(f"{self._home.name}: this rank holds a slice; call full_tensor() (collective) first.")
@@ -233,7 +243,10 @@ class ReplicatedParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._home.set_gradient(value)
+        if local_grad(self) is not None:  # inside a hook of the user: what this rank is about to send
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            self._home.set_gradient(value)
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         """An ordinary parameter: the copy belongs to no sharded model."""
@@ -305,6 +318,11 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
 
 def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
     """What to do in place of an operation that slices do not allow."""
+    if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        return (
+            "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
+            "the loss and skips steps with overflows itself (optimizer.last_step)."
+        )
     if operation in _NORMS:
         return (
             "For the norm of all gradients use zs.clip_grad_norm_(model, max_norm), zs.shard(..., max_grad_norm=...) or "

@@ -45,7 +45,7 @@ class Phase(Enum):
 _ALLOWED = {
     Phase.SHARDED: {Phase.FETCHING, Phase.GATHERING},
     Phase.FETCHING: {Phase.GATHERING, Phase.SHARDED},
-    Phase.GATHERING: {Phase.READY},
+    Phase.GATHERING: {Phase.READY, Phase.SHARDED},
     Phase.READY: {Phase.SHARDED},
 }
 
@@ -84,6 +84,7 @@ class ParamHome:
 
     def before_write(self) -> None:
         self.group.begin_write()
+        self.group.unit.writes += 1
         self.group.comm.fence_write()
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
@@ -105,8 +106,9 @@ class ParamHome:
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""
-        if isinstance(value, ShardedTensor) and value._home is self and value.dtype == param.dtype:
-            return  # what it is
+        aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
+        if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
+            return  # what it is; what was computed from it has the same home
         if (value.shape, value.dtype, value.device) != (param.shape, param.dtype, param.device):
             raise ModelChanged(
                 f"parameter {self.name} was converted from {tuple(param.shape)} {param.dtype} on {param.device} to "
@@ -166,6 +168,8 @@ class ParamGroup:
 
     def begin_write(self) -> None:
         """The user is about to write values, masters or states: nobody may go on with earlier ones."""
+        if self.runtime is not None:
+            self.runtime.recover()
         if self.unit is not None:
             self.unit.outdate()
         if self.runtime is None:
@@ -180,20 +184,34 @@ class ParamGroup:
 
     def set_local(self, index: int, value: Tensor) -> None:
         """Write this rank's slice of parameter `index`."""
+        if self.unit is not None:
+            self.unit.writes += 1
         self.values.forget()
         self.values.rest.store(self.homes[index].begin, value)
 
+    def mark_written(self) -> None:
+        """A step has written values, past autograd: a backward of a forward before it must notice, as in torch."""
+        if self.values.sharded:
+            self.unit.writes += 1
+        else:
+            torch.autograd.graph.increment_version(self.params)
+            self.versions = [version + 1 for version in self.versions]
+
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
-        if self.grads is None or not self.grads.reduced or not self.active[index]:
+        if self.grads is None:
             return None
+        if self.grads.holds:
+            raise ShardedAccessError(
+                f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
+                "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
+            )
+        if not self.grads.reduced or not self.active[index]:
+            return None
+        if self.runtime is not None:
+            self.runtime.unscale()
         if self.grads.replicated:
             slot = self.layout.slots[index]
-            if self.grads.carries:
-                raise ShardedAccessError(
-                    f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
-                    "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
-                )
             return self.grads.full[slot.offset : slot.stop].view(slot.shape)
         gradient = self.homes[index].wrap(None, self.grads.dtype)
         gradient._of_gradient = True
@@ -211,6 +229,8 @@ class ParamGroup:
                 f"{self.specs[index].name}.grad was assigned while gradients of backwards inside zs.accumulate are held back: "
                 "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
             )
+        if self.runtime is not None:
+            self.runtime.unscale()
         if value is not None and not grads.reduced:
             grads.zero()  # left by an earlier step: the other parameters have no gradient
         place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
@@ -224,6 +244,9 @@ class ParamGroup:
             grads.store(home.begin, place)
         grads.reduced = grads.reduced or value is not None
         self.active[index] = value is not None
+        groups = self.runtime.groups if self.runtime is not None else []
+        if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
+            self.runtime.forget_backwards()  # zero_grad by hand
 
 
 class Unit:
@@ -238,6 +261,7 @@ class Unit:
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
         self.kept = False  # an output still refers to its memory
         self.outdated = False  # and shards were written since
+        self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
@@ -300,10 +324,26 @@ class Unit:
             self._move(Phase.SHARDED)
 
     def gather(self) -> None:
-        """Start to gather (-> GATHERING); does nothing if that has happened."""
-        if self.phase in (Phase.SHARDED, Phase.FETCHING):
-            self._move(Phase.GATHERING)
-            self._works = [group.values.gather() for group in self.groups]
+        """Start to gather (-> GATHERING); does nothing if that has happened. What fails (no memory) leaves the unit SHARDED."""
+        if self.phase not in (Phase.SHARDED, Phase.FETCHING):
+            return
+        self._move(Phase.GATHERING)
+        try:
+            for group in self.groups:
+                self._works.append(group.values.gather())
+        except BaseException:
+            self._abandon_gather()
+            raise
+
+    def _abandon_gather(self) -> None:
+        """Give back what a gather that failed has taken: whoever catches the error may go on with a smaller batch."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for group in self.groups:
+            group.values.forget()
+            group.values.release()
+        self._move(Phase.SHARDED)
 
     def ready(self) -> None:
         """Gather if need be and wait (-> READY)."""

@@ -16,7 +16,8 @@ import os
 import pickle
 import secrets
 import struct
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from errno import EIO, EISDIR
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from .agreement import distinct
 from .build import write_value
 from .comm.base import Comm
 from .errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
@@ -33,11 +35,13 @@ from .runtime import Runtime, runtime_of
 from .tiles import Part, part_of, whole_name
 from .unit import ParamGroup, ParamSpec
 
-_DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-SAFETENSORS_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
+EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
 _CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
@@ -136,32 +140,6 @@ class StoredColumns(StoredTensor):
             done = stop
 
 
-def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
-    """Every tensor of a safetensors file, or of all safetensors files of a folder, by each of its names."""
-    root = Path(path)
-    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"weights={str(path)!r}: expected a .safetensors file or a folder of them.")
-    stored: dict[str, StoredTensor] = {}
-    for file in files:
-        with open(file, "rb") as handle:
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
-        ends = [8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        if file.stat().st_size < max(ends, default=0):
-            raise OSError(f"{file}: expected {max(ends)} bytes, got {file.stat().st_size}: truncated file")
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            stored[name] = StoredTensor(file, 8 + length + begin, end - begin, _DTYPES[entry["dtype"]], shape)
-        for name, first in header.get("__metadata__", {}).items():  # ties: other names of a tensor
-            if first in header and name not in header:
-                stored[name] = stored[first]
-    return stored
-
-
 def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
     """id of each module -> its names, the first one first: it has several where it is registered more than once."""
     found: dict[int, list[str]] = {}
@@ -176,13 +154,53 @@ def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
     return [name if part is None else whole_name(name) for name, part in names]
 
 
-def _buffers(model: nn.Module, stored: dict[str, StoredTensor]) -> list[tuple[str, Tensor, StoredTensor | None]]:
-    """(name, buffer, where it is stored under any of its names) of every buffer once."""
-    found: dict[int, tuple[str, Tensor, StoredTensor | None]] = {}
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state, and not of a buffer that is called nearly so."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a model. kept: its names in the state dict, which hooks may choose; names: all under which it may be stored."""
+
+    tensor: Tensor
+    kept: list[str]
+    names: list[str]
+
+    def stored_in(self, stored: Mapping[str, Any]) -> Any:
+        """Where it is stored; None: nowhere."""
+        return next((stored[name] for name in self.names if name in stored), None)
+
+    def refuses(self, at: Any) -> bool:
+        """Whether it is expanded, so that rows share memory, and what is stored has other values in each."""
+        if self.tensor.is_meta or distinct(self.tensor, self.tensor).shape == self.tensor.shape:
+            return False
+        value = _read_buffer(self.tensor, at, None)
+        return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
+
+    def put(self, value: Tensor) -> None:
+        """Give it a value of its shape."""
+        distinct(self.tensor, self.tensor).copy_(distinct(value, self.tensor))
+
+
+def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
+    """What may be stored besides parameters: every buffer once, and what hooks compute for the state dict, by name there."""
+    params, found = {id(param) for param in model.parameters()}, {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        first, _, at = found.get(id(buffer), (name, buffer, None))
-        found[id(buffer)] = (first, buffer, stored.get(name) if at is None else at)
-    return list(found.values())
+        found.setdefault(id(buffer), (buffer, []))[1].append(name)
+    kept: dict[int, list[str]] = {}
+    computed, state = {}, model.state_dict(keep_vars=True)
+    for name, value in state.items():  # by object: hooks rename
+        if id(value) in found:
+            kept.setdefault(id(value), []).append(name)
+        elif isinstance(value, Tensor) and id(value) not in params and not is_extra_state(name):
+            computed[name] = value
+    taken = {name for names in kept.values() for name in names}
+    buffers = []
+    for key, (buffer, names) in found.items():
+        own = kept.get(key, [])
+        buffers.append(Buffer(buffer, own, own + [name for name in names if name not in taken]))
+    return buffers, computed
 
 
 def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -203,36 +221,46 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTens
             problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
         else:
             found[spec.name] = at.cut(part)
-    kept = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    for name, buffer, at in _buffers(model, stored):
-        if at is None and id(buffer) in kept:
+    for buffer in others_of(model)[0]:
+        name, at, shape = (*buffer.names, "")[0], buffer.stored_in(stored), tuple(buffer.tensor.shape)
+        if at is None and buffer.kept:
             problems[f"{name} (buffer) is missing.{did_you_mean(name, stored)}"] = None
-        elif at is not None and at.shape != tuple(buffer.shape):
-            problems[f"{name} (buffer): the file has {at.shape}, the model {tuple(buffer.shape)}"] = None
+        elif at is not None and at.shape != shape:
+            problems[f"{name} (buffer): the file has {at.shape}, the model {shape}"] = None
+        elif at is not None and buffer.refuses(at):
+            problems[f"{name} (buffer): {EXPANDED}"] = None
     if problems:
         raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
     return found
 
 
 @torch.no_grad()
-def stream(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor]) -> None:
-    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays."""
+def stream(
+    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], computed: bool = True
+) -> None:
+    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays.
+
+    computed: also tensors that hooks compute for the state dict.
+    """
     runtime.comm.fence_write()
     for group, index, at in _found(runtime, found):
         _put(group, index, _read(group, index, at, None))
-    for _, buffer, at in _buffers(runtime.model, stored):
-        if at is not None:
-            buffer.copy_(_read_buffer(buffer, at, None))
+    for buffer in others_of(runtime.model)[0]:
+        if (at := buffer.stored_in(stored)) is not None:
+            buffer.put(_read_buffer(buffer.tensor, at, None))
     runtime.comm.fence_read()
+    if computed:
+        give_computed(runtime.model, read_computed(runtime.model, stored))
 
 
 @torch.no_grad()
 def stage(
     runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk
 ) -> Callable[[], None]:
-    """The same in two steps: notes what is to be read; what is returned puts it into place when it has been (collective)."""
+    """The same in two steps, without those: notes what to read; what is returned puts it into place once it has been (collective)."""
     values = [(group, index, _read(group, index, at, bulk)) for group, index, at in _found(runtime, found)]
-    buffers = [(b, _read_buffer(b, at, bulk)) for _, b, at in _buffers(runtime.model, stored) if at is not None]
+    places = ((buffer, buffer.stored_in(stored)) for buffer in others_of(runtime.model)[0])
+    buffers = [(buffer, _read_buffer(buffer.tensor, at, bulk)) for buffer, at in places if at is not None]
 
     @torch.no_grad()
     def put() -> None:
@@ -240,7 +268,7 @@ def stage(
         for group, index, value in values:
             _put(group, index, value)
         for buffer, value in buffers:
-            buffer.copy_(value)
+            buffer.put(value)
         runtime.comm.fence_read()
 
     return put
@@ -269,6 +297,23 @@ def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None) -> Tensor:
     value = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
     at.read(0, value) if bulk is None else at.read(0, value, bulk)
     return value.view(buffer.shape)
+
+
+def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
+    """What is stored of tensors that hooks compute for the state dict, by name there."""
+    wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
+    return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
+
+
+def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """They go back the way they came: the modules' own loading takes them. It finds the buffers there, and no parameters."""
+    if not values:
+        return
+    state = model.state_dict(keep_vars=True)
+    given = OrderedDict((name, buffer.tensor) for buffer in others_of(model)[0] for name in buffer.kept)
+    given.update((name, value.to(state[name].device)) for name, value in values.items() if name in state)
+    given._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    model.load_state_dict(given, strict=False)
 
 
 def _put(group: ParamGroup, index: int, value: Tensor) -> None:

@@ -36,6 +36,8 @@ def gathered(module: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
     runtimes = {id(home.group.runtime): home.group.runtime for home in map(_home_of, module.parameters()) if home}
     if not runtimes:
         raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
+    for runtime in runtimes.values():
+        runtime.recover()
     views = [
         _View(unit)
         for runtime in runtimes.values()

@@ -38,6 +38,7 @@ class FileKept(Kept):
 
     file: File | None = None
     space: Space | None = None  # of the file
+    reading: Any = None  # ahead of a use that never came
 
 
 class DiskPlace(Place):
@@ -61,7 +62,7 @@ class DiskPlace(Place):
         self.buffers = HostBuffers(prefetch + 1 + _WRITING, lambda nbytes: self._buffer(nbytes, pin), ledger)
         self._files: list[tuple[File, Space]] = []
         self._leaving: deque[tuple[FileKept, Tensor, Any]] = deque()  # on their way to a host buffer
-        self._dying: list[FileKept] = []  # dropped, but still being written
+        self._dying: list[FileKept] = []  # dropped, but still being written or read
         if arena_nbytes:
             self._add_file(arena_nbytes)
 
@@ -160,15 +161,16 @@ class DiskPlace(Place):
             kept.ahead = None
 
     def drop(self, kept: FileKept) -> None:
+        kept.reading = kept.ahead[1] if kept.ahead is not None else None
         self.done(kept)
         self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
         self._dying.append(kept)
 
     def _bury(self) -> None:
-        """Take back the room of dropped slices. One that is being written must be over: later writes have no order."""
+        """Take back the room of dropped slices. Nothing may be on its way to or from it: requests have no order."""
         dying, self._dying = self._dying, []
         for kept in dying:
-            if kept.writing is not None and kept.writing.done():
+            if kept.writing is not None and kept.writing.done() and (kept.reading is None or kept.reading.done()):
                 kept.space.give(kept.offset, kept.nbytes)
             else:
                 self._dying.append(kept)

@@ -1,6 +1,6 @@
 """Checkpoints: saving and loading beside torch.distributed.checkpoint with FSDP2 and DeepSpeed, to the same disk in one run.
 
-    python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes small,large] [--rounds 3]
+    python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds 3]
 
 A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
 page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
@@ -231,7 +231,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
     only = tuple(name for name in given.only.split(",") if name)
-    results = run(given.path, tuple(given.sizes.split(",")), given.rounds, only=only)
+    sizes = tuple(given.sizes.split(","))
+    for option, wanted, known in (("--sizes", sizes, list(SIZES)), ("--only", only, [c.name for c in CONTENDERS])):
+        if unknown := [name for name in wanted if name not in known]:
+            parser.error(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    Path(given.path).mkdir(parents=True, exist_ok=True)
+    results = run(given.path, sizes, given.rounds, only=only)
     from rich.console import Console
 
     console = Console(width=125)

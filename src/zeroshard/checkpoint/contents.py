@@ -37,7 +37,6 @@ from .dcp import MAX_BLOB_NBYTES, storable
 MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (
     "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.",
 )  # fmt: skip
-EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class Contents:
     begins: list[int] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
     objects: dict[str, Any] = field(default_factory=dict)
+    scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number a parameter
     ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
     frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # left out: only their identity is kept
 
@@ -92,11 +92,6 @@ class Contents:
         self.sources.append(source)
         self.begins.append(begin)
         self.guarded.append(guarded)
-
-
-def is_extra_state(name: str) -> bool:
-    """Whether a name in a state dict is that of a module's extra state, and not of a buffer that is called nearly so."""
-    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
@@ -188,7 +183,9 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> No
                     if home.stop > home.start or first:
                         place = _place(run.group, index, named, ("optim", "state", key), value.dtype)
                         contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
-                elif first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
+                    continue
+                contents.scalars.add(key)
+                if first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
                     _add_scalar(contents, runtime, named[0], key, value)
 
 

@@ -26,9 +26,9 @@ import torch
 from ..errors import CheckpointError, ConfigError
 from ..weights import SAFETENSORS_NAMES, StoredTensor, safetensors_header
 from . import dcp
-from .folder import sync
-from .opened import Opened
-from .opening import LOOKS, Alone, Untrusted, open_any, removed
+from .folder import absolute, sync
+from .opened import Opened, Untrusted
+from .opening import LOOKS, Alone, open_any, removed
 from .saving import write_error
 from .stored import Stored
 
@@ -139,7 +139,7 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
 
 def _check_target(out: str | os.PathLike, format: str) -> Path:
     """What is to be made. Raises CheckpointError where something is there."""
-    target = Path(os.path.abspath(os.fspath(out)))
+    target = Path(absolute(out))
     if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
     return target

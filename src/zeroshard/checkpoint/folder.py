@@ -52,10 +52,24 @@ def valid_name(name: str) -> bool:
     return bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
 
 
+def absolute(path: str | os.PathLike) -> str:
+    """As it is meant now, whatever the working directory is later. `..` is not cut: behind a link it is the system's to follow."""
+    return str(Path(path).absolute())
+
+
+def remove(path: Path) -> None:
+    """A folder with what is in it; of a link to one, the link. What can not be removed stays."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def check_free(root: Path, name: str, overwrite: bool) -> None:
     """Raise CheckpointError where a checkpoint of this name has no place: it exists, or something else does."""
     target = root / name
-    if not target.exists():
+    if not os.path.lexists(target):
         return
     if not (target / MANIFEST).is_file():
         raise CheckpointError(f"{target} exists and is no checkpoint, so nothing replaces it; save with another step or name.")
@@ -92,9 +106,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it that are missing, for good. Raises OSError."""
+    """Make a folder and those above it that are missing, for good. Raises OSError, or CheckpointError at a link to nowhere."""
     missing = []
     while not path.exists():
+        if path.is_symlink():
+            where = os.readlink(path)
+            raise CheckpointError(f"{path} is a link to {where}, where nothing is: make that folder, or remove the link.")
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
@@ -111,7 +128,7 @@ class Draft:
     """A checkpoint that is being written; its owner holds its lock as long as it lives."""
 
     def __init__(self, root: Path, name: str) -> None:
-        """Makes the folder. Raises OSError."""
+        """Makes the folder. Raises OSError, CheckpointError."""
         self.root, self.name, self.token = root, name, secrets.token_hex(3)
         self.path = _draft_path(root, name, self.token)
         self._lock: int | None = None
@@ -158,7 +175,7 @@ class Draft:
                 raise _taken(target) from error
             self._take_back(target, old, before)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
         (target / LOCK).unlink(missing_ok=True)  # only now: a draft without it would be taken for abandoned
         self._unlock()
         return target
@@ -211,13 +228,13 @@ def sweep(root: Path) -> int:
     count = 0
     for path in sorted(root.glob(".*")):
         ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
-        if ours and path.is_dir() and abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if ours and (path.is_symlink() or (path.is_dir() and abandoned(path))):
+            remove(path)
             count += 1
     for path in sorted(root.glob(".*.old")):
         found = _OLD.fullmatch(path.name)
         if found and (root / found["name"] / MANIFEST).exists():
-            shutil.rmtree(path, ignore_errors=True)
+            remove(path)
             count += 1
         elif found and not (root / found["name"]).exists():  # a run ended between two renames: it counts again
             os.rename(path, root / found["name"])
@@ -353,6 +370,6 @@ def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], 
         if not keep(path):
             scratch = _draft_path(root, name, secrets.token_hex(3))  # invisible at once; if this is killed the next save goes on
             os.rename(path, scratch)
-            shutil.rmtree(scratch, ignore_errors=True)
+            remove(scratch)
             removed.append(name)
     return removed

@@ -43,6 +43,8 @@ from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
 from ..tiles import part_of
 from . import contents as holding
+from . import folder as places
+from . import modules
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
@@ -57,7 +59,8 @@ _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", 
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
 
 
-Ready = tuple[Callable[[], None], Callable[[], None]]  # put values, and optimizer states, into place (collective)
+# put values, and optimizer states, into place (collective); what has been read of tensors that hooks compute
+Ready = tuple[Callable[[], None], Callable[[], None], Callable[[], dict[str, Tensor]]]
 
 
 @dataclass
@@ -82,7 +85,7 @@ def load(
     rng: bool = True,
     trusted: bool = False,
 ) -> Loaded:
-    """Load a checkpoint into a sharded model and optimizer, in place (collective).
+    """Load a checkpoint into a sharded model and optimizer, in place (collective). Gradients that were accumulated are dropped.
 
     World size, stage, tiers, precision, units and tiles may differ from those that saved it. Also taken are safetensors, files
     of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
@@ -142,7 +145,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given = None if optimizer is None else "given"
-        mine = {"path": os.path.abspath(os.fspath(path)), "optimizer": given, "name": name, "verify": verify}
+        mine = {"path": places.absolute(path), "optimizer": given, "name": name, "verify": verify}
     except Exception as error:
         problem = telling(error, "zs.load", runtime.comm.rank)
     everyone = [pickle.loads(part) for part in runtime.comm.exchange(pickle.dumps((problem, mine)), "zs.load: begin")]
@@ -250,7 +253,8 @@ class _Loading:
                 self.aliases |= {alias: name for alias in weights.names_of(self.prefixes, spec) if alias != name}
                 self.aliases.pop(name, None)
         names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
-        self.opened.fit(names | self.aliases.keys() | dict(self.runtime.model.named_buffers()).keys())
+        self.opened.fit(names | self.aliases.keys() | modules.names_of_others(self.runtime.model))
+        modules.read_objects(self.runtime.model, self.opened, self.comm.rank)
 
     def _differ(self, one: Stored, other: Stored) -> bool:
         """Whether two stored tensors of one shape have other values, in this rank's part of them."""
@@ -267,24 +271,14 @@ class _Loading:
         return False
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
-        params = {id(param) for group in self.runtime.groups for param in group.params}
         model, ties = self.opened.model, self.opened.ties
-        for name, value in self.runtime.model.state_dict(keep_vars=True).items():
-            if id(value) in params or not isinstance(value, Tensor):
-                continue
-            used.add(name)
-            if holding.is_extra_state(name):  # a tensor of any shape, today
-                continue
-            if name not in model:
-                missing.append(f"{name} {tuple(value.shape)} (buffer)")
-            elif model[name].shape != tuple(value.shape):
-                mismatched.append(f"{name}: saved {model[name].shape}, wanted {tuple(value.shape)} (buffer)")
+        problems = modules.compare(self.runtime.model, model, missing, mismatched, used)
         same = {first for alias, first in ties.items() if alias in used} | ties.keys()
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
         known = [entry.split(" ")[0] for entry in unexpected]
         missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
         lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected, "of another shape": mismatched}
-        return [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
+        return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
     def _compare_optimizer(self) -> list[str]:
         """What does not fit the optimizer; where all does, its states are found."""
@@ -331,7 +325,7 @@ class _Loading:
     def _find_states(self) -> list[str]:
         """Note the state of every parameter; those that no state of this library can take."""
         entries, problems = self.opened.states, []
-        counters = {"step"} | {
+        counters = set(self.opened.scalars) if self.opened.scalars is not None else {"step"} | {
             key for name, states in entries.items() for key, stored in states.items()
             if not _is_stored(stored) or (stored.shape == () and self._shape(name) != ())
         }  # fmt: skip
@@ -455,9 +449,9 @@ class _Loading:
         runtime.settle()
         runtime.drop_gradients()
         reading = Reading()
-        put_values, put_states = ready or self._one_by_one(reading)
+        put_values, put_states, computed = ready or self._one_by_one(reading)
         put_values()
-        refused = self._take_extra_state(reading)
+        refused = modules.give_back(runtime.model, self.opened, computed(), reading, self.comm.rank)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
@@ -478,8 +472,10 @@ class _Loading:
 
     def _one_by_one(self, reading: Reading) -> Ready:
         states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
-        found, model = reading.guard(self.found), reading.guard(self.opened.model)
-        return lambda: weights.stream(self.runtime, found, model), lambda: restoring.restore(self.core, states)  # type: ignore[arg-type]
+        found, stored, runtime = reading.guard(self.found), reading.guard(self.opened.model), self.runtime
+        put_values = partial(weights.stream, runtime, found, stored, False)  # type: ignore[arg-type]
+        put_states = partial(restoring.restore, self.core, states)  # type: ignore[arg-type]
+        return put_values, put_states, lambda: weights.read_computed(runtime.model, stored)
 
     def stage(self) -> Ready | None:
         """Read and verify everything into fresh tensors, if that is how it is to be (collective). Raises CheckpointCorrupt."""
@@ -489,35 +485,13 @@ class _Loading:
 
         def note() -> Ready:
             put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
-            return put_values, (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk)
+            computed = weights.read_computed(self.runtime.model, self.opened.model, bulk)
+            put_states = (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk)
+            return put_values, put_states, lambda: computed
 
         ready = agreed(self.comm, "zs.load: memory to read into", note, self.opened.path)
         agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run), self.opened.path)
         return ready
-
-    def _take_extra_state(self, reading: Reading) -> CheckpointError | None:
-        """What modules keep in state dicts besides parameters and buffers; what the first that does not take it raised."""
-        refused = None
-        for prefix, module in self.runtime.model.named_modules():
-            key = f"{prefix}.{holding.EXTRA_STATE}" if prefix else holding.EXTRA_STATE
-            if key in self.opened.model:
-                (stored,) = reading.guard({key: self.opened.model[key]}).values()
-                value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                stored.read(0, value.view(-1))
-            elif key in self.opened.module_objects:
-                value = self.opened.module_objects[key]
-            else:
-                continue
-            try:
-                if reading.error is None:
-                    module.set_extra_state(value)
-            except Exception as error:
-                if refused is None:
-                    where = f"{prefix or 'the model'} ({type(module).__name__}.set_extra_state) on rank {self.comm.rank}"
-                    what = f"{where} did not take its state: {type(error).__name__}: {error}"
-                    refused = CheckpointError(f"{self.opened.path}: {what}")
-                    refused.__cause__ = error
-        return refused
 
     def _take_own(self) -> None:
         runtime, own = self.runtime, self.opened.progress

@@ -67,7 +67,11 @@ class FileEntry:
 
 @dataclass
 class Manifest:
-    """What is in a checkpoint. facts: step, world size, stage, precision, time, versions; frozen: identity of what was left out."""
+    """What is in a checkpoint. facts: step, world size, stage, precision, time, versions; frozen: identity of what was left out.
+
+    scalars: keys of optimizer states that are one number a parameter, which shapes do not tell where parameters have no
+    dimensions; None: an earlier version wrote it.
+    """
 
     facts: dict[str, Any]
     files: list[FileEntry]
@@ -75,6 +79,7 @@ class Manifest:
     objects: dict[str, ObjectEntry]
     ties: dict[str, str] = field(default_factory=dict)
     frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of its Identity
+    scalars: list[str] | None = None
 
     def to_json(self) -> bytes:
         """The file's content: its last entry is the XXH3-64 of all before it."""
@@ -98,6 +103,8 @@ class Manifest:
             "ties": self.ties,
             "frozen": self.frozen,
         }
+        if self.scalars is not None:
+            body["scalars"] = self.scalars
         text = json.dumps(body, separators=(",", ":"))
         return f'{text[:-1]},"checksum":"{xxhash.xxh3_64_hexdigest(text[:-1].encode())}"}}\n'.encode()
 
@@ -132,7 +139,7 @@ class Manifest:
             boxes = [StoredBox(f, d, o, n, Box(tuple(at), tuple(size))) for f, d, o, n, at, size in t["boxes"]]
             tensors[name] = TensorEntry(getattr(torch, t["dtype"]), tuple(t["shape"]), tuple(t["keys"]), boxes)
         objects = {name: ObjectEntry(*entry) for name, entry in body.pop("objects").items()}
-        return cls(body, files, tensors, objects, body.pop("ties"), body.pop("frozen"))
+        return cls(body, files, tensors, objects, body.pop("ties"), body.pop("frozen"), body.pop("scalars", None))
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +191,7 @@ def _check_places(path: Path, manifest: Manifest) -> None:
 
 
 def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
-    """What a rank tells about its file. extra: ties, identities."""
+    """What a rank tells about its file. extra: ties, identities, keys of scalars."""
     tensors: dict[str, Any] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
@@ -213,6 +220,7 @@ def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
         for name, entry in part["frozen"].items():
             identity = Identity(*entry)
             frozen[name] = frozen[name] + identity if name in frozen else identity
+    manifest.scalars = sorted({key for part in parts for key in part["scalars"]})
     manifest.frozen = {name: list(astuple(identity)) for name, identity in frozen.items()}
     for name, entry in manifest.tensors.items():
         entry.boxes.sort(key=lambda stored: stored.box.offsets)

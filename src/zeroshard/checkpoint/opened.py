@@ -19,6 +19,10 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."
 PREFIXES = ("module.", "model.")  # at its beginning
 
 
+class Untrusted(CheckpointError):
+    """An object is of a class that torch does not load by itself."""
+
+
 @dataclass
 class Opened:
     """An opened checkpoint. Of all but ours, what its format does not hold is left at its default.
@@ -35,13 +39,14 @@ class Opened:
     groups: list[dict[str, Any]] | None = None
     step: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
+    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
     # ours alone:
     optimizer: str | None = None  # its class
     ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
     trained_only: bool = False
     frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of the Identity of what was left out
-    module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
-    module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
+    scalars: list[str] | None = None  # keys of states that are one number a parameter; None: not known
     progress: dict[str, Any] | None = None  # steps taken, loss scale
     extras: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras of this rank that only trusted=True reads, and why
@@ -68,8 +73,9 @@ class Opened:
 
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip what wrappers put before names, where more of them are then wanted."""
-        rename = _renaming(self.model, frozenset(wanted))
+        rename = _renaming([*self.model, *self.module_readers], frozenset(wanted))
         self.model = {rename.get(name, name): stored for name, stored in self.model.items()}
+        self.module_readers = {rename.get(name, name): reader for name, reader in self.module_readers.items()}
         self.states = {rename.get(key, key): state for key, state in self.states.items()}
         for group in self.groups or ():
             group["params"] = [rename.get(member, member) for member in group["params"]]

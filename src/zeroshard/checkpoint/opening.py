@@ -24,17 +24,13 @@ from .bulk import Bulk
 from .datafile import DIGEST_NBYTES
 from .foreign import RECOGNISED, open_foreign, recognise
 from .manifest import Manifest
-from .opened import Opened
+from .opened import Opened, Untrusted
 from .stored import Stored, stored_tensors
 from .together import together
 
 LOOKS = 5  # how often the next checkpoint is taken where one is removed while it is read
 _READ_NBYTES = 4 << 20
 T = TypeVar("T")
-
-
-class Untrusted(CheckpointError):
-    """An object is of a class that torch does not load by itself."""
 
 
 def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
@@ -153,7 +149,7 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     """(file, number) of every block with bytes of objects, or of tensors of one element or none."""
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
-        if torch.Size(entry.shape).numel() <= 1 or holding.is_extra_state(name):
+        if torch.Size(entry.shape).numel() <= 1 or weights.is_extra_state(name):
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
     return {
         (manifest.files[file].name, number)
@@ -284,9 +280,12 @@ def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: l
     except CheckpointNotFound as error:
         what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
         raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
-    prefixes = weights.prefixes_of(model)
+    prefixes, (buffers, computed) = weights.prefixes_of(model), weights.others_of(model)
     names = {name for spec in specs for name in weights.names_of(prefixes, spec)}
-    opened.fit(names | dict(model.named_buffers()).keys())
+    opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
+    for buffer in buffers:
+        if (at := buffer.stored_in(opened.model)) is not None:
+            opened.model |= dict.fromkeys(buffer.names, at)
     return opened.model
 
 
@@ -296,7 +295,7 @@ def open_own(
     """One of ours, for one of `world_size` ranks. values: also what is no tensor (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
-    opened.frozen = manifest.frozen
+    opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
     for name, stored in stored_tensors(folder, manifest).items():
         if name.startswith(holding.MODEL):
             opened.model[name.removeprefix(holding.MODEL)] = stored

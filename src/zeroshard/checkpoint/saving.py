@@ -117,6 +117,7 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
 
 def check_idle(runtime: Runtime, verb: str) -> None:
     """Raise where states are in the middle of something."""
+    runtime.recover()
     busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
     if busy is not None:
         raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
@@ -142,7 +143,7 @@ def _plan(
         raise ConfigError(f"zs.save: name: expected letters, digits, '.', '_' and '-', got {name!r}.")
     some_frozen = any(not group.trainable for group in runtime.groups) and any(g.trainable for g in runtime.groups)
     trained_only = some_frozen if trained_only is None else trained_only and some_frozen
-    root = os.path.abspath(os.fspath(path))
+    root = places.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only)
 
 

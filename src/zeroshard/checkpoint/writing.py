@@ -275,7 +275,7 @@ class Writing:
         assert self.writer is not None
         asks = self.draft is not None and self.plan.asynchronous
         locked = all(places.held(self._file_of(rank)) for rank in range(self.comm.world_size if asks else 0))
-        self.extra = {"ties": self.contents.ties, "frozen": self._identities()}
+        self.extra = {"ties": self.contents.ties, "frozen": self._identities(), "scalars": sorted(self.contents.scalars)}
         self.writer.fill(self.contents, blobs)
         return locked
 

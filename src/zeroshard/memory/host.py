@@ -1,8 +1,10 @@
-"""Host memory: how much there is by which limit, and keeping what the C library would give back to the kernel after every step.
+"""Host memory: how much there is by which limit, and what the C library does with what is freed.
 
 Training frees and allocates the same large tensors each step. glibc maps large blocks afresh and trims its heap, so the
 kernel zeroes the same pages again and again: 13,000-23,000 page faults a step and rank for the 34M GPT, 3-5% of its time
-(docs/log.md). Two settings stop that; the price is that at most 128 MiB of freed heap stay with the process.
+(docs/log.md). Two settings stop that. The price is a heap with holes: blocks of some MiB that come and go leave several
+times what is in use at once (0.9 GiB for 0.3, docs/log.md), as they do by glibc's own settings. Where even parameters rest
+on disk memory is what is short: there blocks of 1 MiB and more are mapped, and go when they are freed.
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ except ImportError:  # no POSIX system: no such limits
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _KEEP_NBYTES = 128 << 20
 _MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts
+_RETURNED_NBYTES = 1 << 20
 
 
 def keep_freed_memory() -> bool:
     """Tell glibc's allocator to keep freed memory; False where the C library has no such setting."""
+    return _set_malloc(trim_nbytes=_KEEP_NBYTES, mmap_nbytes=_MMAP_NBYTES)
+
+
+def return_freed_memory() -> bool:
+    """Tell glibc's allocator to give large blocks back at once; False where the C library has no such setting."""
+    return _set_malloc(trim_nbytes=_RETURNED_NBYTES, mmap_nbytes=_RETURNED_NBYTES)
+
+
+def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(mallopt(_M_TRIM_THRESHOLD, _KEEP_NBYTES)) and bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_NBYTES))
+    return bool(mallopt(_M_TRIM_THRESHOLD, trim_nbytes)) and bool(mallopt(_M_MMAP_THRESHOLD, mmap_nbytes))
 
 
 @dataclass(frozen=True)

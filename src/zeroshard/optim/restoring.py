@@ -19,7 +19,7 @@ from ..memory.tiers import Rest
 from ..runtime import Runtime
 from ..unit import ParamGroup
 from .runs import Run, RunMaker
-from .states import ColumnStates
+from .states import ColumnStates, hashable
 
 _CHUNK_NUMEL = 4 << 20  # elements of an offloaded state that are read at a time
 
@@ -43,6 +43,10 @@ class Core(Protocol):
     runs: list[list[Run]]
     maker: RunMaker
     group_of: dict[int, int]
+    parted: bool
+
+    def wait(self) -> None:
+        """Return when states are at rest and nobody's but ours."""
 
     def begin_write(self) -> None:
         """States are about to be written."""
@@ -60,7 +64,7 @@ class SavedState:
 
     def kind(self) -> Hashable:
         """Equal for states that one run can hold together."""
-        scalars = tuple((key, _hashable(value)) for key, value in sorted(self.scalars.items()))
+        scalars = tuple((key, hashable(value)) for key, value in sorted(self.scalars.items()))
         return tuple(sorted((key, reader.dtype) for key, reader in self.tensors.items())), scalars
 
 
@@ -72,12 +76,6 @@ class TensorReader:
 
     def read(self, start: int, out: Tensor) -> None:
         out.copy_(self.values[start - self.first : start - self.first + out.numel()])
-
-
-def _hashable(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
-    return value if isinstance(value, Hashable) else repr(value)
 
 
 @torch.no_grad()
@@ -150,7 +148,7 @@ def _entries(core: Core, number: int, run: Run, given: list[SavedState], bulk: A
     """The states of a run on the device. number: of the optimizer's group."""
     entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
     for key, reader in given[0].tensors.items():
-        entries[key] = empty(run.numel, _dtype(run.group, reader.dtype), core.comm.device)
+        entries[key] = empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
@@ -166,7 +164,7 @@ def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> No
     """The states of a run that rest elsewhere."""
     if not given[0].tensors and not given[0].scalars:
         return
-    columns = {key: states.column(key, _dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
+    columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
     states.names, states.scalars = list(columns), scalars_for(run, {}, given[0])
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
@@ -181,7 +179,7 @@ def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int)
         rest.store(begin + first - start, values)
 
 
-def _dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
+def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
     """Floating-point states have the dtype of what is stepped."""
     stepped = group.master if group.master is not None else group.values
     return stepped.dtype if given.is_floating_point else given

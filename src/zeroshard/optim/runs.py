@@ -116,6 +116,29 @@ class RunMaker:
         run.states.clear()
         return parts
 
+    def joined(self, runs: list[Run]) -> list[Run]:
+        """Neighbours with states of equal kind become one run again: the reverse of `split`."""
+        bunches: list[list[Run]] = []
+        kind: object = None
+        for run in runs:
+            last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
+            adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
+            if adjoins and kind == run.states.kind():
+                bunches[-1].append(run)
+            else:
+                bunches.append([run])
+                kind = run.states.kind()
+        return [bunch[0] if len(bunch) == 1 else self._join(bunch) for bunch in bunches]
+
+    def _join(self, parts: list[Run]) -> Run:
+        filled = [run for run in parts if run.numel] or parts[:1]
+        indices = [index for run in parts for index in run.indices]
+        joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
+        joined.states.join([run.states for run in filled])  # type: ignore[arg-type]
+        for run in parts:
+            run.states.clear()
+        return joined
+
 
 def stepped_rest(group: ParamGroup) -> Rest:
     """What is stepped of an offloaded group: masters where there are any, else the values."""

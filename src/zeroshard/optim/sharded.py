@@ -25,17 +25,15 @@ from torch import Tensor
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ZeroshardError
 from ..memory.ledger import OPTIMIZER
-from ..memory.tiers import Rest
 from ..runtime import Runtime
-from ..sharded import ShardedTensor
 from ..unit import ParamGroup
+from .checks import check_members
 from .delayed import DelayedStep
 from .kernels import matches
+from .mapping import ParameterState, load_state, mapping_of, plain, state_by_param
 from .record import StepRecord
-from .restoring import SavedState, TensorReader, restore
 from .runs import Run, RunMaker, state_nbytes
-from .schedulers import respect_skipped_steps
-from .states import StateHome
+from .schedulers import Tally, respect_skipped_steps
 from .stepping import HostStepper, Job
 
 
@@ -54,6 +52,8 @@ class OptimizerCore:
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
+        self.parted = False  # runs were split so that a state could be written: see mapping.py
+        self.members = [list(group["params"]) for group in optimizer.param_groups]
         self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
         for group in runtime.groups:
             if not group.trainable:
@@ -65,6 +65,7 @@ class OptimizerCore:
         self.norm: tuple[float, float] | None = None  # (norm, coefficient), once found for the coming step
         self.divisor = 1.0  # what the reduced gradients are a multiple of: loss scale, mean weight
         self.last_step: StepRecord | None = None
+        self.tally = Tally()
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
@@ -96,6 +97,7 @@ class OptimizerCore:
         total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         total += float(torch.stack(on_device).sum()) if on_device else 0.0
+        total /= self._scale() ** 2
         mine = struct.pack("<dd?", total, self.runtime.weight, self.runtime.unweighted)
         everyone = [struct.unpack("<dd?", part) for part in self.comm.exchange(mine, "optimizer step: gradient norm")]
         total, weight, unweighted = (sum(column) for column in zip(*everyone, strict=True))
@@ -104,10 +106,14 @@ class OptimizerCore:
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
             )
-        self.divisor = self.runtime.scaler.scale if self.runtime.scaler is not None else 1.0
-        if weight:
-            self.divisor *= weight / self.comm.world_size  # reductions took the plain mean over ranks
-        return (math.sqrt(total) if total >= 0 else math.nan) / self.divisor
+        mean = weight / self.comm.world_size if weight else 1.0  # reductions took the plain mean over ranks
+        self.divisor = self._scale() * mean
+        return (math.sqrt(total) if total >= 0 else math.nan) / mean
+
+    def _scale(self) -> float:
+        """The loss scale, where this rank's reduced gradients are still a multiple of it."""
+        scaler = self.runtime.scaler
+        return 1.0 if scaler is None or self.runtime.unscaled else scaler.scale
 
     def clip(self, max_norm: float | None) -> float:
         """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm`.
@@ -124,6 +130,8 @@ class OptimizerCore:
         if math.isfinite(norm):
             coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm is not None else 1.0
             self._scale_gradients(coefficient / self.divisor)
+            self.runtime.unscaled = self.runtime.scaler is not None
+            self.runtime.weight, self.runtime.unweighted = 0.0, False
         self.norm = (norm, coefficient)
         return norm
 
@@ -144,10 +152,11 @@ class OptimizerCore:
         runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
+        check_members(self.outer, self.members, runtime.groups)
         runtime.flush()
         if not self.stepped_groups:
             self.comm.exchange(b"", "optimizer step without gradients")  # a rank that is alone with it is told
-            self.last_step = StepRecord(0.0, 1.0, skipped=True)
+            self.last_step = self.tally.note(StepRecord(0.0, 1.0, skipped=True))
             return self.last_step
         scale = runtime.scaler.scale if runtime.scaler is not None else 1.0
         if self.norm is None:
@@ -162,13 +171,13 @@ class OptimizerCore:
         runtime.steps += 1
         if runtime.scaler is not None:
             runtime.scaler.update(overflow=False)
-        self.last_step = StepRecord(norm, coefficient, skipped=False, loss_scale=scale)
+        self.last_step = self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
         return self.last_step
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
         """Every rank skips; the record names parameters and ranks; too many in a row end the run (B20)."""
         names = self._nonfinite_names()
-        self.last_step = StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale)
+        self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         if self.runtime.scaler is not None:
             self.runtime.scaler.update(overflow=True)
@@ -208,19 +217,21 @@ class OptimizerCore:
         for group in groups:
             self.refresh_masters(group)
         published = self._publish_delayed() if self.delayed is not None else []
+        self._join_parted()
         self._split_where_inactive(stepped)
-        self._copy_options(self.outer.param_groups, self.inner.param_groups)
+        self._copy_options(self.outer, self.inner)
         runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
+        before = self._settings() if self.host is not None else None
         self.inner.step()
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = None
-        self._copy_options(self.inner.param_groups, self.outer.param_groups)
-        if self.host is not None:
-            self._step_on_host(runs)
+        self._copy_options(self.inner, self.outer)
+        if before is not None:
+            self._step_on_host(runs, *before)
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
@@ -236,24 +247,35 @@ class OptimizerCore:
             rest = group.values.rest
             rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # rounded before it travels
 
-    def _step_on_host(self, runs: list[Run]) -> None:
+    def _settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Options of the groups, and numbers that the class keeps on itself, as they are before a step.
+
+        The host steps chunk by chunk and every chunk begins with them: a class that counts its steps there counts once. Copies:
+        schedulers write into a tensor of a learning rate while a delayed update runs.
+        """
+        copied = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
+        groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        own = vars(self.inner).items()
+        return groups, {k: copied(v) for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))}
+
+    def _step_on_host(self, runs: list[Run], options_of: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
         """Step the offloaded runs, in the order of the model."""
         assert self.host is not None
-        options = {id(run): o for group, o in zip(self.runs, self.inner.param_groups, strict=True) for run in group}
+        options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
         offloaded = [run for run in runs if run.tensor is None]
         grads = {id(run.group): run.group.grads for run in offloaded}
         for buffer in grads.values():
             buffer.land()
         warm_up = self.runtime.config.delayed_update
         if warm_up is None or self.runtime.steps < warm_up:
-            self.host.step([Job(r, options[id(r)], r.group.grads.rest, r.group.grads.factor) for r in offloaded])
+            self.host.step([Job(r, options[id(r)], attributes, r.group.grads.rest, r.group.grads.factor) for r in offloaded])
             return
         factors = {key: buffer.factor for key, buffer in grads.items()}
         rests = {key: buffer.hand_over() for key, buffer in grads.items()}
         for run in offloaded:
             run.group.active = [False] * len(run.group.specs)
         self.delayed.start(
-            [Job(r, dict(options[id(r)]), rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
+            [Job(r, options[id(r)], attributes, rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
         )
 
     def _publish_delayed(self) -> list[ParamGroup]:
@@ -290,6 +312,13 @@ class OptimizerCore:
     def _all_runs(self) -> list[Run]:
         return [run for runs in self.runs for run in runs]
 
+    def _join_parted(self) -> None:
+        """What was split for writes to states, and is alike now, is stepped together again."""
+        if self.parted:
+            self.parted = False
+            self.runs = [self.maker.joined(runs) for runs in self.runs]
+            self._show_runs()
+
     def _split_where_inactive(self, stepped: set[int]) -> None:
         """A run with a parameter that has no gradient on any rank falls apart: that one keeps its state."""
         changed = False
@@ -322,14 +351,20 @@ class OptimizerCore:
         group.dirty.clear()
 
     @staticmethod
-    def _copy_options(source: list[dict], target: list[dict]) -> None:
-        for given, kept in zip(source, target, strict=True):
+    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Options of the groups, and what the optimizer's class keeps on itself (a step count, say)."""
+        for name, value in vars(source).items():
+            if name not in _NOT_COPIED and not name.endswith("_hooks"):
+                vars(target)[name] = value
+        for given, kept in zip(source.param_groups, target.param_groups, strict=True):
             for key, value in given.items():
                 if key != "params":
                     kept[key] = value
 
     def publish(self, written: list[ParamGroup]) -> None:
-        """Replicated parameters of a sharded optimizer: gather what each rank has written."""
+        """Replicated parameters of a sharded optimizer: gather what each rank has written. Autograd learns of all."""
+        for group in written:
+            group.mark_written()
         if not self.replicated:
             works = [g.values.gather() for g in written if not g.values.sharded]
             for work in works:
@@ -345,16 +380,6 @@ class OptimizerCore:
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 
-    @torch.no_grad()
-    def zero_gradients(self) -> None:
-        """All gradients there are become zeros; local sums held back are dropped."""
-        for group in self.stepped_groups:
-            group.grads.zero()
-        for group in self.runtime.groups:
-            if group.grads is not None:
-                group.grads.drop_held()
-        self.runtime.forget_backwards()
-
     def poll(self) -> None:
         """Let transfers for the next step progress."""
         if self.host is not None and (self.delayed is None or not self.delayed.running):
@@ -363,67 +388,17 @@ class OptimizerCore:
     # -- state by parameter ----------------------------------------------------------------------------------
 
     def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
-        """The inner state as torch shows it: by parameter, tensors as sharded tensors of the true shape."""
-        self.wait()
-        result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for run in self._all_runs():
-            state = run.states.load()
-            if not state:
-                continue
-            for index in run.indices:
-                result[run.group.params[index]] = {
-                    key: self._view(run, index, value) for key, value in state.items()
-                }
-        return result
-
-    def _view(self, run: Run, index: int, value: Any) -> Any:
-        if isinstance(value, Rest):
-            return StateHome(run.group.homes[index], value).tensor()
-        if not run.holds(value):
-            return value
-        home, slot = run.group.homes[index], run.group.layout.slots[index]
-        start, _ = self.maker.slot_range(run.group, index)
-        if self.replicated:
-            return value[start - run.start : start - run.start + slot.numel].view(slot.shape)
-        return StateHome(home, self.runtime.tiers.over(value), start - run.start).tensor()
+        """States by parameter, tensors as sharded tensors of the true shape."""
+        return state_by_param(self)
 
     def load_state(self, states: dict[int, dict[str, Any]]) -> None:
         """Take states by parameter id, tensors whole or sharded alike."""
-        counters = self._counters(states)
-        saved: dict[int, SavedState] = {}
-        for group in self.runtime.groups:
-            for index, param in enumerate(group.params):
-                entries = states.get(id(param))
-                if entries:
-                    saved[id(param)] = self._saved(group, index, entries, counters)
-        restore(self, saved)
+        load_state(self, states)
 
     def states_changed(self) -> None:
         """Runs were made anew."""
         self._show_runs()
         self._enter_states()
-
-    def _counters(self, states: dict[int, dict[str, Any]]) -> set[str]:
-        """Keys of states that are one number a parameter. For a scalar parameter the shape does not tell."""
-        shapes = {id(p): spec.shape for g in self.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
-        return {"step"} | {
-            key
-            for param, state in states.items()
-            for key, value in state.items()
-            if isinstance(value, Tensor) and value.dim() == 0 and shapes.get(param)
-        }
-
-    def _saved(self, group: ParamGroup, index: int, entries: dict[str, Any], counters: set[str]) -> SavedState:
-        """One parameter's entries, told apart."""
-        saved, shape = SavedState(), group.specs[index].shape
-        for key, value in entries.items():
-            if key in counters or not isinstance(value, Tensor) or tuple(value.shape) != shape:
-                saved.scalars[key] = value
-            elif isinstance(value, ShardedTensor):
-                saved.tensors[key] = TensorReader(value._local, group.homes[index].start)
-            else:
-                saved.tensors[key] = TensorReader(value)
-        return saved
 
     def close(self) -> None:
         """Drop states."""
@@ -434,6 +409,16 @@ class OptimizerCore:
         self._state_nbytes = 0
         self.inner.state.clear()
         self.runs = []
+
+
+class DropsGradients(torch.optim.Optimizer):
+    """Stands where torch's `zero_grad` does: a user's own may come before it, and call it by super()."""
+
+    core: OptimizerCore
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or (not set_to_none) leave zeros where there are some, which a step then steps with."""
+        self.core.runtime.drop_gradients() if set_to_none else self.core.runtime.zero_gradients()
 
 
 class ShardedOptimizer:
@@ -453,13 +438,13 @@ class ShardedOptimizer:
 
     step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, or (not set_to_none) leave zeros where there are some, which a step then steps with."""
-        self.core.norm = None
-        if set_to_none:
-            self.core.runtime.drop_gradients()
-        else:
-            self.core.zero_gradients()
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. What is written into its dicts stays there."""
+        found = super().state_dict()  # type: ignore[misc]
+        for key, entries in found["state"].items():
+            if isinstance(entries, ParameterState):
+                found["state"][key] = plain(entries)
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in torch. Tensors are whole (a state dict of one process) or sharded alike (this optimizer's own)."""
@@ -476,8 +461,8 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> dict:
-        """Optimizer states by parameter, tensors sharded."""
-        return self.core.state_by_param()
+        """Optimizer states by parameter, tensors sharded; see mapping.py for what may be written."""
+        return mapping_of(self.core)
 
     @state.setter
     def state(self, value: dict) -> None:
@@ -486,6 +471,9 @@ class ShardedOptimizer:
     def add_param_group(self, param_group: dict) -> None:
         """Refused: buffers are laid out already."""
         raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() and shard again.")
+
+
+_NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and the inner's own
 
 
 def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -501,41 +489,6 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
-_NOT_ELEMENTWISE = {
-    "ADAFACTOR": "has states of a parameter's rows and columns",
-    "LARS": "scales each parameter's update by the norms of the whole",
-    "LBFGS": "takes products of whole gradients, and calls its closure several times",
-    "LAMB": "scales each parameter's update by the norms of the whole",
-    "MUON": "works on whole matrices",
-    "SHAMPOO": "works on whole matrices",
-    "SOAP": "works on whole matrices",
-    "SPARSEADAM": "needs sparse gradients",
-}
-
-
-def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
-    for cls in type(optimizer).__mro__:
-        reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
-        if reason is not None:
-            raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
-                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion."
-            )
-
-
-def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
-    for number, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in known:
-                raise ConfigError(
-                    f"the optimizer's group {number} holds a parameter (position {position}, shape "
-                    f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
-                    "model that you shard; one optimizer per sharded model."
-                )
-
-
 def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
     """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
     respect_skipped_steps()
@@ -543,8 +496,9 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     core = OptimizerCore(optimizer, runtime)
     wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
     optimizer.__dict__.pop("state")
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
     cls = type(optimizer)
-    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls), {})
+    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls, DropsGradients), {})
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
         core.load_state(given)

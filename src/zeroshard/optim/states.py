@@ -6,12 +6,13 @@ So a run can be split without moving anything but its scalars (step counts and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..errors import ShardedWriteError
+from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
 from ..memory.tiers import Rest, Tiers
 from ..sharded import ShardedTensor
@@ -35,6 +36,36 @@ class DeviceStates:
     def clear(self) -> None:
         """As before the first step."""
         self.state.pop(self.tensor, None)
+
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        """A state of one value an element, zeros."""
+        self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one state as it is: a scalar."""
+        self.state.setdefault(self.tensor, {})[name] = value
+
+    def remove(self, name: str) -> None:
+        """Without one state; without the last it is as before the first step."""
+        entries = self.load()
+        del entries[name]
+        if not entries:
+            self.clear()
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        return _kind(self.load(), lambda value: isinstance(value, Tensor) and value.shape == self.tensor.shape)
+
+    def join(self, parts: list[DeviceStates]) -> None:
+        """Take over the states of neighbours of equal kind, which are left without."""
+        entries = dict(parts[0].load())
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parts[0].tensor.shape:
+                entries[name] = torch.cat([part.load()[name] for part in parts])
+        for part in parts:
+            part.clear()
+        if entries:
+            self.save(entries)
 
     def cut(self, start: int, stop: int, part: Tensor | None) -> DeviceStates:
         """The states of elements [start, stop) of the run, for the tensor `part`; `self` is left without."""
@@ -79,6 +110,30 @@ class ColumnStates:
         """As before the first step."""
         self.names, self.scalars = None, {}
 
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        """A state of one value an element."""
+        self.column(name, dtype)
+        self.names = [*(self.names or ()), name]
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one state as it is: a scalar."""
+        self.names, self.scalars = self.names or [], {**self.scalars, name: value}
+
+    def remove(self, name: str) -> None:
+        """Without one state; without the last it is as before the first step."""
+        self.names = [other for other in self.names or () if other != name]
+        self.scalars.pop(name, None)
+        if not self.names and not self.scalars:
+            self.clear()
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        return self.names is None, _kind(self.load(), lambda value: isinstance(value, Rest))
+
+    def join(self, parts: list[ColumnStates]) -> None:
+        """Take over the states of neighbours of equal kind: ranges of the same columns."""
+        self.names, self.scalars = parts[0].names, parts[0].scalars
+
     def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
         """The states of elements [start, stop) of the run."""
         cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
@@ -101,7 +156,7 @@ class StateHome:
         """The state as a sharded tensor of the parameter's shape."""
         group = self.home.group
         shape = group.specs[self.home.index].shape
-        tensor = ShardedTensor(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
+        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
         tensor._of_parameter = True  # writes come through before_write and after_write
         return tensor
 
@@ -132,6 +187,64 @@ class StateHome:
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         raise AssertionError("a state is no parameter")
+
+
+class ShardedState(ShardedTensor):
+    """A state as a sharded tensor. `state.data = value` is a write, as `p.data = value` is."""
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        write_state(self, value, f"a state of {self._home.name}")
+
+
+class WholeState(Tensor):
+    """A state of a replicated optimizer: an ordinary tensor, but for `state.data = value`, which is a write."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.plain().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        write_state(self, value, "a state")
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return memo.setdefault(id(self), self.plain().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+@torch.no_grad()
+def write_state(state: Tensor, value: Tensor, name: str) -> None:
+    """Copy a value of the whole parameter, or one that is cut alike, into a state as it is shown to the user."""
+    if tuple(value.shape) != tuple(state.shape):
+        raise ConfigError(
+            f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "
+            f"{tuple(value.shape)}. To start a parameter anew, remove all of its state: optimizer.state.pop(parameter)."
+        )
+    state.copy_(value)
+
+
+def hashable(value: Any) -> Hashable:
+    """A stand-in for a scalar of any kind that is equal where the scalar is."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _kind(entries: dict[str, Any], is_column: Callable[[Any], bool]) -> Hashable:
+    return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))
 
 
 def _cut(value: Any, numel: int, start: int, stop: int) -> Any:

@@ -40,12 +40,13 @@ _SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
 class Job:
     """One run to step.
 
-    options: its parameter group's. gradient: where it rests. factor: what it is still to be multiplied by. publish: write
-    the parameters as well. names, scalars: of its states after the step (names None: a first step, before the first chunk).
+    options: its parameter group's. attributes: numbers that the optimizer keeps on itself. Both as before the step. gradient:
+    where it rests. factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars: of its states after the step (names None: a first step, before the first chunk).
     """
 
     run: Run
     options: dict[str, Any]
+    attributes: dict[str, Any]
     gradient: Rest
     factor: float = 1.0
     publish: bool = True
@@ -380,7 +381,8 @@ class HostStepper:
         """One step of the optimizer's own class on a chunk; the states afterwards."""
         leaf = nn.Parameter(param)
         leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
-        self.inner.param_groups = [{**job.options, "params": [leaf]}]
+        vars(self.inner).update(_fresh(job.attributes))
+        self.inner.param_groups = [{**_fresh(job.options), "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         return self.inner.state[leaf]
@@ -395,6 +397,11 @@ class HostStepper:
             place = slab.parts[name][start : start + param.numel()]
             if place.untyped_storage()._cdata != value.untyped_storage()._cdata:  # else stepped in place
                 place.copy_(value)
+
+
+def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
+    """For one chunk, which may write into them."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
 
 
 def _like(value: Any, param: Tensor) -> bool:

@@ -58,7 +58,7 @@ class Rehearsal:
         self.kernel: Kernel | None = None
         self.chunk = _CHUNK_NUMEL
         if self.host is not None:
-            job = Job(run, self.options, grads.rest)
+            job = Job(run, self.options, {}, grads.rest)
             self.kernel = self.host.kernel(job)
             if self.kernel is not None:
                 self.chunk = min(self.host.slab_numel(job), max(_STRETCH_NUMEL, 2 * self.threads * TEAM_CHUNK_NUMEL))

@@ -1,6 +1,6 @@
 """Checkpoints of other libraries: told apart by what lies there, opened without reading tensors.
 
-    *.safetensors, folders of them              Hugging Face
+    *.safetensors, their index, folders         Hugging Face
     *.pt, *.bin, ...; pytorch_model*.bin        torch.save
     latest, *_model_states.pt                   DeepSpeed
     .metadata                                   torch.distributed.checkpoint (FSDP2)
@@ -14,11 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...errors import CheckpointError, CheckpointNotFound
-from ...weights import index_folder
 from ..opened import Opened
 from .deepspeed import open_deepspeed, tag_folder
 from .distributed import open_distributed
-from .statedict import bin_files, open_state_dict
+from .safetensors import index_folder
+from .statedict import WHOLE, bin_index, open_state_dict
 
 RECOGNISED = (
     "safetensors files, files of torch.save, folders of pytorch_model.bin, DeepSpeed and torch.distributed.checkpoint"
@@ -28,8 +28,10 @@ RECOGNISED = (
 def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
     """What opens it (path, trusted), or None where it is nothing that is known."""
     if path.is_file():
-        if path.suffix == ".safetensors":
+        if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
             return _open_safetensors
+        if path.name.endswith(".bin.index.json"):
+            return _open_torch
         return _open_torch if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
     if not path.is_dir():
         return None
@@ -39,7 +41,9 @@ def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
         return open_distributed
     if any(path.glob("*.safetensors")):
         return _open_safetensors
-    return _open_torch if bin_files(path) else None
+    if bin_index(path) is not None or (path / WHOLE).is_file():
+        return _open_torch
+    return _open_safetensors if any(path.glob("*.safetensors.index.json")) else None  # its files are missing
 
 
 def _open_safetensors(path: Path, trusted: bool) -> Opened:

@@ -29,6 +29,7 @@ from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ...weights import StoredTensor
 from ..opened import Opened
 from ..stored import StoredBoxes
+from .statedict import objects_of
 from .torchfile import is_tensor, open_torch_file, value_of
 
 _RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -65,6 +66,7 @@ def open_deepspeed(path: Path) -> Opened:
         models = [open_torch_file(folder / "mp_rank_00_model_states.pt")]
     first = models[0]
     opened = Opened(path, "DeepSpeed", _unsharded(first, models, stage3), step=int(first.get("global_steps") or 0))
+    opened.module_readers = objects_of(first["module"], folder)
     opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
     if optimizers:
         _check_count(folder, optimizers)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 
 from ...boxes import Box
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ..opened import Opened
+from ...weights import is_extra_state
+from ..opened import Opened, Untrusted
 from ..stored import StoredBoxes
 from .statedict import MODEL_KEYS, OPTIMIZER_KEYS
 from .torchfile import TensorBlob
@@ -68,6 +70,8 @@ def open_distributed(path: Path, trusted: bool = False) -> Opened:
         stored = _tensor(path, entry, places[name]) if hasattr(entry, "chunks") else None
         if section == "model" and stored is not None:
             opened.model[".".join(map(str, rest))] = stored
+        elif section == "model" and is_extra_state(str(rest[-1])):
+            opened.module_readers[".".join(map(str, rest))] = partial(_object, path, places[name][0][1], trusted)
         elif section == "optim" and rest and rest[0] == "state":
             parameter, key = ".".join(map(str, rest[1:-1])), rest[-1]
             value = stored if stored is not None else _object(path, places[name][0][1], trusted)
@@ -127,9 +131,9 @@ def _object(path: Path, info: Any, trusted: bool) -> Any:
     try:
         return torch.load(content, map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: an option of the optimizer is of a class that is not loaded without your word: pass trusted=True if you "
-            f"trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
+        raise Untrusted(
+            f"{path}: an option of the optimizer, or a module's extra state, is of a class that is not loaded without your word: "
+            f"pass trusted=True if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
         ) from None
 
 

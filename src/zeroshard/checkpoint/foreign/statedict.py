@@ -6,29 +6,38 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import CheckpointCorrupt, CheckpointError
-from ..opened import Opened
-from .torchfile import is_tensor, open_torch_file, value_of
+import torch
+
+from ...errors import CheckpointError
+from ...weights import is_extra_state
+from ..opened import Opened, Untrusted
+from .safetensors import is_index, merged, read_index
+from .torchfile import StandIn, is_tensor, open_torch_file, value_of
 
 MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
+WHOLE = "pytorch_model.bin"
 _STEP_KEYS = ("global_steps", "global_step", "step", "steps", "iteration")
 
 
 def open_state_dict(path: Path) -> Opened:
-    """A file, or a folder of pytorch_model*.bin."""
-    if path.is_dir():
-        model: dict[str, Any] = {}
-        for file in bin_files(path):
-            model |= _tensors_of(open_torch_file(file), file)
-        return Opened(path, "torch", model)
+    """A file, an index of files, or a folder of pytorch_model*.bin."""
+    if path.is_dir() or is_index(path):
+        index = path if is_index(path) else bin_index(path)
+        wanted = {} if index is None else read_index(index)
+        files = sorted(set(wanted.values())) or [path / WHOLE]
+        states = {file: state_in(open_torch_file(file)) for file in files}
+        opened = Opened(path, "torch", merged({file: _tensors_of(state, file) for file, state in states.items()}, wanted))
+        opened.module_readers = merged({file: objects_of(state, file) for file, state in states.items()}, wanted)
+        return opened
     whole = open_torch_file(path)
-    opened = Opened(path, "torch", _tensors_of(whole, path))
+    state = state_in(whole)
+    opened = Opened(path, "torch", _tensors_of(state, path), module_readers=objects_of(state, path))
     saved = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
     if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
         opened.states = {key: dict(state) for key, state in saved["state"].items()}
@@ -37,28 +46,47 @@ def open_state_dict(path: Path) -> Opened:
     return opened
 
 
-def bin_files(folder: Path) -> list[Path]:
-    """pytorch_model.bin, or the files that its index names; none where there is neither. Raises CheckpointCorrupt."""
-    index = folder / "pytorch_model.bin.index.json"
-    if not index.is_file():
-        return [folder / "pytorch_model.bin"] if (folder / "pytorch_model.bin").is_file() else []
-    files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointCorrupt(str(file), 0, f"a file that {index.name} names", "no file")
-    return files
+def bin_index(folder: Path) -> Path | None:
+    """The index of the files of pytorch_model.bin, where a folder has one."""
+    index = folder / f"{WHOLE}.index.json"
+    return index if index.is_file() else None
 
 
-def _tensors_of(whole: Any, path: Path) -> dict[str, Any]:
+def state_in(whole: Any) -> Any:
+    """The state dict in whatever a training script put around it."""
     while isinstance(whole, Mapping):
         inner = next((whole[key] for key in MODEL_KEYS if isinstance(whole.get(key), Mapping)), None)
         if inner is None:
             break
         whole = inner
-    found = {name: value for name, value in whole.items() if is_tensor(value)} if isinstance(whole, Mapping) else {}
+    return whole
+
+
+def _tensors_of(state: Any, path: Path) -> dict[str, Any]:
+    found = {name: value for name, value in state.items() if is_tensor(value)} if isinstance(state, Mapping) else {}
     if not found:
-        what = f"keys {', '.join(map(str, list(whole)[:8]))}" if isinstance(whole, Mapping) else f"a {type(whole).__name__}"
+        what = f"keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
         raise CheckpointError(
             f"{path}: expected a state dict of tensors by name, or one under {', '.join(MODEL_KEYS)}; found {what}."
         )
     return found
+
+
+def objects_of(state: Mapping[str, Any], path: Path) -> dict[str, Callable[[], Any]]:
+    """Readers of what modules keep in a state dict that is no tensor (get_extra_state), by name."""
+    return {
+        name: partial(_plain, value, f"{path}: {name}")
+        for name, value in state.items()
+        if isinstance(name, str) and is_extra_state(name) and not is_tensor(value)
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    """With its tensors read. Raises Untrusted where it has an object of another class."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry, where) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_plain(entry, where) for entry in value)
+    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
+        raise Untrusted(f"{where}: an object of a class that torch does not load by itself, which is not read from such files.")
+    return value_of(value)

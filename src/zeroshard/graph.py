@@ -1,0 +1,88 @@
+"""What is asked of autograd and of the interpreter: where a backward, a forward or a transform of torch.func is, and what is in the graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+_LEAF = 1 << 62  # numbers of nodes that stand for leaves are higher
+_CALL = nn.Module._call_impl.__code__
+_NEAR = 12  # frames between a module's call and its hooks, at most
+
+
+def in_backward() -> bool:
+    """On this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def transforming() -> bool:
+    """Inside a derivative of torch.func, whose graph only it sees: backward can not be noticed."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    kinds = torch._C._functorch.TransformType
+    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in retrieve_all_functorch_interpreters())
+
+
+def running_forward() -> FrameType | None:
+    """The call of the module whose hook asks; None where it can not be found (a compiled call)."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame is None or frame.f_code is _CALL:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def ended(frame: FrameType) -> bool:
+    """Whether a call is over, on whatever thread it ran. If so its variables go: a forward that was interrupted holds activations."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it is being executed
+        return False
+    return True
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Identity of a tensor's memory; None for those (of torch.func, sparse) that have none of their own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except RuntimeError:
+        return None
+
+
+def next_node() -> int:
+    """The number of the node that autograd makes next on this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
+    """Numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs."""
+    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    found: set[int] = set()
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if first <= number < _LEAF and number not in found:
+            found.add(number)
+            stack.extend(before for before, _ in node.next_functions if before is not None)
+    return found
+
+
+class Marked(torch.autograd.Function):
+    """Identity on a frozen unit's inputs: its backward runs when nothing inside the unit remains to be computed."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        ctx.done()
+        return (None, *grads)
