@@ -7,6 +7,7 @@ and `run_threads` wait). One that cannot even be interrupted, because it hangs i
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -70,6 +71,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
+
+
+def pytest_collection_finish():
+    """What is imported by now stays: no collection of garbage shall go through it again."""
+    import torch._dynamo  # noqa: F401
+    gc.collect()
+    gc.freeze()
 
 
 def _limit_of(item) -> float:

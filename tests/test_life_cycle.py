@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import weakref
 
 import psutil
 import pytest
 import torch
+from offloading import tiers
 from torch import nn
 from zoo import MixtureOfExperts, Stack, adamw, normal_batches, run_threads, seeded, square
 
@@ -70,6 +72,26 @@ def test_c14_life_cycle_returns_to_the_start(options):
     live, shared, resident = (after - before for before, after in zip(nbytes, nbytes_after))
     assert live < 1 << 20 and shared < 8 << 20
     assert resident < 128 << 20  # threads leave holes in malloc's arenas, up to 50 MB seen; leaked states would be 190
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_is_dropped_without_being_closed_is_collected(stage, disk):
+    def run(rank):
+        model = seeded(Stack)
+        options = tiers(disk, *(["nvme"] * 3 if stage == 3 else ["none", "none", "nvme" if stage else "none"]))
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage, **options)
+        for _ in range(2):
+            square(model, (torch.ones(2, 7),)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weakref.ref(model), weakref.ref(model._zeroshard)
+
+    gc.collect()
+    files = psutil.Process().num_fds()
+    for refs in run_threads(2, run):
+        gc.collect()
+        assert [ref() for ref in refs] == [None, None]
+    assert psutil.Process().num_fds() == files and not os.listdir(disk)
 
 
 def test_c14_closed_optimizers_and_models_do_not_keep_one_another_alive():

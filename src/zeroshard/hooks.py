@@ -7,6 +7,7 @@ library is traced; hooks that a later compilation meets are opaque to it.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -31,8 +32,7 @@ def attach(runtime: Runtime) -> None:
                 _attach_unit(runtime, unit, module)
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
-                hook = _gradient_hook(runtime, unit, group, index)
-                runtime.handles.append(param.register_post_accumulate_grad_hook(hook))
+                runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
     _attach_root(runtime)
 
 
@@ -46,9 +46,14 @@ def detach(runtime: Runtime) -> None:
     runtime.handles, runtime.compiled = [], []
 
 
-def _gradient_hook(runtime: Runtime, unit: Unit, group: ParamGroup, index: int) -> Any:
+def _gradient_hook(group: ParamGroup, index: int) -> Any:
+    # weakly: Python's collector does not see what these hooks refer to, and would keep for ever a model that is dropped
+    where = weakref.ref(group)
+
     def hook(param: Tensor) -> None:
-        runtime.gradient(unit, group, index, param)
+        group = where()
+        if group is not None:
+            group.runtime.gradient(group.unit, group, index, param)
 
     return hook
 
