@@ -186,6 +186,43 @@ def fault(comm: str, kind: str):
     return run
 
 
+def forks(rank: int, world: int):
+    """Rank 1 forks a child that acts as a rank and fails, then one that outlives it."""
+    dist.init_process_group("gloo")
+    model = seeded(Stack)
+    model, optimizer = zs.shard(model, adamw(model.parameters()), comm="shared", stage=3, map_shared=False, stall_timeout_s=20.0)
+    for step in range(10**6):
+        if rank == 1 and step == 1:
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                sys.stderr = open(os.devnull, "w")
+                try:
+                    zs.full_optimizer_state(model)  # parameters it may read: they are in shared memory
+                except BaseException as error:
+                    os.write(writer, f"{type(error).__name__}: {error}".encode())
+                    sys.excepthook(type(error), error, error.__traceback__)  # as an interpreter that it ends
+                finally:
+                    os._exit(1)
+            os.close(writer)
+            os.waitpid(pid, 0)
+            told = os.read(reader, 1 << 16).decode()
+            assert told.startswith("ZeroshardError: process") and "was forked from rank 1 and is not a rank" in told, told
+            time.sleep(0.3)  # for what the child may have told the peers
+        if rank == 1 and step == 3:
+            if os.fork() == 0:
+                time.sleep(4)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        begin = time.monotonic()
+        try:
+            square(model, (torch.ones(2, 7),)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except zs.PeerFailed as error:
+            return step, str(error), time.monotonic() - begin
+
+
 def _wait_until_gone(pid: int) -> None:
     """However long that takes: LIMIT_S ends it."""
     with contextlib.suppress(ProcessLookupError):
@@ -221,7 +258,7 @@ COMMS = ("shared", "dist")
 FAULTS = ("raise", "kill", "exit", "exit well", "extra")
 SCENARIOS = {f"train {comm}": train_all(comm) for comm in COMMS}
 SCENARIOS |= {f"{kind} {comm}": fault(comm, kind) for comm in COMMS for kind in FAULTS}
-SCENARIOS |= {"leave shared": fault("shared", "leave"), "born": born_sharded, "no group": no_process_group}
+SCENARIOS |= {"leave shared": fault("shared", "leave"), "born": born_sharded, "forks": forks, "no group": no_process_group}
 SCENARIOS |= {f"different {kind}": different(kind) for kind in ("layer", "dtype", "stage")}
 WAITING = ("kill dist", "exit dist", "exit well dist", "extra dist", "leave shared")  # seconds, until somebody is missed
 THREE = ("train shared", "train dist", "raise shared", "raise dist")
@@ -264,6 +301,13 @@ def test_processes_equal_the_reference_at_every_stage(pair, triple, world, comm)
             assert len(mine) == (5 if comm == "shared" else 3 if name == "experts" else 4)
             for trace in mine.values():
                 compare(trace, wanted[rank], 0.0)
+
+
+def test_children_that_are_forked_neither_speak_for_their_rank_nor_keep_it_looking_alive(pair):
+    noticed, died = (rank["forks"] for rank in pair)
+    assert noticed.value and died.exitcode == -signal.SIGKILL, (noticed, died)
+    step, text, seconds = noticed.value
+    assert step == 3 and "exited or was killed" in text and seconds < 3, noticed
 
 
 def test_b16_born_sharded_in_processes_equals_one_process(pair):

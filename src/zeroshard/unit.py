@@ -419,7 +419,8 @@ class Unit:
         self._seen_versions = self._versions()
         raise ShardedWriteError(
             f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
-            "Write it before or after the forward, under torch.no_grad(); for nn.Embedding(max_norm=...) use stage 2."
+            "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
+            "`with zs.gathered(module, write=True)`."
         )
 
     def as_computed(self, tree: Any) -> Any:

@@ -9,6 +9,7 @@ A message is a small tuple, delivered in order per pair. `("lost", reason)` arri
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -18,11 +19,14 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 
 import torch
 from torch import Tensor
+
+from ..errors import ZeroshardError
 
 _HEADER = struct.Struct("<I")
 _PAGE_NBYTES = 4096
@@ -118,6 +122,7 @@ class ProcessTransport(Transport):
     def __init__(self, rank: int, world_size: int, token: str, timeout_s: float = 60.0) -> None:
         """Connect to every peer. token: unique per group, the same on all its ranks."""
         self.rank, self.world_size = rank, world_size
+        self._forked = False
         self._in: dict[int, bytearray] = {}
         self._out: dict[int, bytearray] = {}
         self._peers: dict[int, socket.socket] = {}
@@ -128,6 +133,7 @@ class ProcessTransport(Transport):
         for sock in self._peers.values():
             sock.setblocking(False)
             self._poll.register(sock.fileno(), select.POLLIN)
+        _transports.add(self)
 
     def _connect(self, token: str, timeout_s: float) -> None:
         """Each rank listens; it calls the lower ranks and is called by the higher."""
@@ -167,6 +173,7 @@ class ProcessTransport(Transport):
                 time.sleep(0.005)
 
     def send(self, peer: int, message: tuple) -> None:
+        self._check_forked()
         if peer not in self._peers:
             return
         data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -187,6 +194,7 @@ class ProcessTransport(Transport):
                 self._read(peer, last=True)
 
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
+        self._check_forked()
         if not self._ready and self._peers:
             for descriptor, event in self._poll.poll(timeout_s * 1000):
                 peer = self._of_fd[descriptor]
@@ -248,5 +256,33 @@ class ProcessTransport(Transport):
         while any(self._out[peer] for peer in self._peers) and time.monotonic() < deadline:
             self.receive(0.01)
         for sock in self._peers.values():
+            with contextlib.suppress(OSError):  # the peer may be gone
+                sock.shutdown(socket.SHUT_RDWR)  # closing is not enough where something else holds the socket, too
             sock.close()
         self._peers.clear()
+
+    def _check_forked(self) -> None:
+        if self._forked and self.world_size > 1:
+            raise ZeroshardError(
+                f"process {os.getpid()} was forked from rank {self.rank} and is not a rank: what takes several ranks (forward, backward, "
+                "step, gathers, saves) is for the process that called zs.shard. Give a child the tensors that it needs."
+            )
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: the group stays the parent's, which nobody else may speak for or keep looking alive."""
+        self._forked = True
+        for sock in self._peers.values():
+            sock.close()
+        self._peers, self._ready = {}, deque()
+
+
+_transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for transport in list(_transports):
+        transport.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -16,6 +16,7 @@ import threading
 import traceback
 import uuid
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 BACKENDS = ("auto", "shared", "dist")
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
-_by_group: dict[tuple, Comm] = {}
+_by_group: dict[tuple, tuple[Any, Comm]] = {}  # with the group: its id stays its own
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()
 _solo_said = False
 
@@ -67,12 +68,15 @@ def current(choice: str | Comm | None, device: torch.device, stall_timeout_s: fl
         return _local.comm
     if not (dist.is_available() and dist.is_initialized()):
         return _solo(device, stall_timeout_s)
-    key = (id(dist.group.WORLD), choice, device)
+    world = dist.group.WORLD
+    key = (id(world), choice, device)
     if key not in _by_group:
-        _by_group[key] = _connect(choice, device, stall_timeout_s)
-        _live.add(_by_group[key])
+        for other in [other for other, (group, _) in _by_group.items() if group is not world]:
+            del _by_group[other]  # that group was destroyed: who still uses its Comm holds it
+        _by_group[key] = world, _connect(choice, device, stall_timeout_s)
+        _live.add(_by_group[key][1])
         _hook_failures()
-    return _by_group[key]
+    return _by_group[key][1]
 
 
 def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
@@ -138,3 +142,7 @@ def _hook_failures() -> None:
 def _close_all() -> None:
     for comm in list(_live):
         comm.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_live.clear)  # a child that fails or ends is no rank that does
