@@ -70,7 +70,7 @@ def _apart(address: int) -> int:
 
     AMD's processors look for data in that way of the first-level cache which a hash of eight bits stands for (Lipp et al.,
     Take A Way, 2020; Zen's, as measured on an EPYC). Of tensors with equal hashes, read in step, each drives out the
-    others: where columns of 128 or 256 MiB were mapped one behind the other Adam took two to six times as long
+    others: where columns of 256 MiB were mapped one behind the other Adam took five to six times as long
     (docs/log.md). Elsewhere it costs nothing.
     """
     with _marking:
