@@ -184,10 +184,21 @@ class ParamGroup:
 
     def set_local(self, index: int, value: Tensor) -> None:
         """Write this rank's slice of parameter `index`."""
+        self._begin_set()
+        self.values.rest.store(self.homes[index].begin, value)
+
+    def place(self, index: int) -> Tensor | None:
+        """This rank's slice of parameter `index` to be written now, 1-D; None where the host can not write in place."""
+        home = self.homes[index]
+        view = self.values.rest.view(home.begin, home.begin + home.stop - home.start)
+        if view is not None:
+            self._begin_set()
+        return view
+
+    def _begin_set(self) -> None:
         if self.unit is not None:
             self.unit.writes += 1
         self.values.forget()
-        self.values.rest.store(self.homes[index].begin, value)
 
     def mark_written(self) -> None:
         """A step has written values, past autograd: a backward of a forward before it must notice, as in torch."""

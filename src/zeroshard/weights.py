@@ -45,8 +45,11 @@ EXPANDED = "the model's is expanded, so that its rows share memory, and those st
 _CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
+Maker = Callable[[int, torch.dtype], Tensor]  # (numel, dtype) -> (numel,), on the host
+
+
 class Bulk(Protocol):
-    """Notes reads, to carry them out together (checkpoint/bulk.py)."""
+    """Takes reads over, to carry them out together or from what it holds already (checkpoint/bulk.py)."""
 
     def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
         """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
@@ -244,7 +247,11 @@ def stream(
     """
     runtime.comm.fence_write()
     for group, index, at in _found(runtime, found):
-        _put(group, index, _read(group, index, at, None))
+        place = group.place(index) if group.values.sharded and group.master is None else None
+        if place is None:
+            _put(group, index, _read(group, index, at, None))
+        else:
+            at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
             buffer.put(_read_buffer(buffer.tensor, at, None))
@@ -255,10 +262,13 @@ def stream(
 
 @torch.no_grad()
 def stage(
-    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk
+    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk, make: Maker = empty
 ) -> Callable[[], None]:
-    """The same in two steps, without those: notes what to read; what is returned puts it into place once it has been (collective)."""
-    values = [(group, index, _read(group, index, at, bulk)) for group, index, at in _found(runtime, found)]
+    """The same in two steps, without those: notes what to read; what is returned puts it into place once it has been (collective).
+
+    make: of the tensors to read into.
+    """
+    values = [(group, index, _read(group, index, at, bulk, make)) for group, index, at in _found(runtime, found)]
     places = ((buffer, buffer.stored_in(stored)) for buffer in others_of(runtime.model)[0])
     buffers = [(buffer, _read_buffer(buffer.tensor, at, bulk)) for buffer, at in places if at is not None]
 
@@ -281,14 +291,14 @@ def _found(runtime: Runtime, found: dict[str, StoredTensor]) -> Iterator[tuple[P
                 yield group, index, found[spec.name]
 
 
-def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None) -> Tensor:
+def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None, make: Maker = empty) -> Tensor:
     """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
-        value, start = empty(math.prod(at.shape), at.dtype), 0
+        value, start = make(math.prod(at.shape), at.dtype), 0
     else:
         exact = group.master is not None and at.dtype != spec.dtype
-        value, start = empty(home.stop - home.start, torch.float32 if exact else spec.dtype), home.start
+        value, start = make(home.stop - home.start, torch.float32 if exact else spec.dtype), home.start
     at.read(start, value) if bulk is None else at.read(start, value, bulk)
     return value
 

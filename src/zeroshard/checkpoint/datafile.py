@@ -148,12 +148,25 @@ class Ring:
             self._free.put(self.make(BUFFER_NBYTES))
             self.count += 1  # one by one: there may be no memory for the next
 
-    def release(self) -> None:
-        """Give back the memory of all that are free now."""
+    def release(self, keep: int = 0) -> None:
+        """Give back the memory of all that are free now, as far as there are more than `keep`."""
         with contextlib.suppress(queue.Empty):
-            while True:
+            while self.count > keep:
                 self._free.get_nowait()
                 self.count -= 1
+
+    @contextlib.contextmanager
+    def lent(self, count: int) -> Iterator[list[Tensor]]:
+        """So many buffers, which are free, for something else. Those that had to be made for it are given back."""
+        before = self.count
+        self.grow(count)
+        buffers = [self._free.get_nowait() for _ in range(count)]
+        try:
+            yield buffers
+        finally:
+            for buffer in buffers:
+                self.give(buffer)
+            self.release(before)
 
     def take(self, go_on: Callable[[], bool]) -> Tensor | None:
         """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""

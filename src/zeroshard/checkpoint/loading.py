@@ -3,8 +3,9 @@
     find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
 Nothing is changed before all but the last have passed on every rank. Each rank reads its own slices (of replicated states:
-the whole), once, into fresh tensors. Where states rest on another tier there is no memory for that: then everything is
-verified before (ranks share the files), and slices are read into place some MiB at a time.
+the whole), once: into the buffers of saves in the background, where there have been some, else into fresh tensors. Where
+states rest on another tier there is no memory for that: then everything is verified before (ranks share the files), and
+slices are read into place some MiB at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from ..errors import (
     did_you_mean,
 )
 from ..machine import ranks_here
+from ..memory.aligned import empty
 from ..memory.host import available_nbytes
 from ..memory.ledger import OPTIMIZER
 from ..optim import restoring
@@ -45,11 +48,13 @@ from ..tiles import part_of
 from . import contents as holding
 from . import folder as places
 from . import modules
+from .bulk import Bulk, Kept
+from .datafile import Ring
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
-from .opening import LOOKS, agreed, hinted, open_any, removed
-from .saving import check_idle, core_of
+from .opening import LOOKS, agreed, check_digests, hinted, open_any, removed
+from .saving import check_idle, core_of, saver_of
 from .stored import Reading, Stored
 from .together import raise_first, telling
 
@@ -96,10 +101,11 @@ def load(
         optimizer: the model's; None: optimizer states stay as they are.
         extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned. One with a
             `check_state_dict(state)` (zs.ShardedSampler) is asked first, and what it raises, nothing having changed, all raise.
-        verify: compare all checksums before anything is changed. True: on the way into fresh tensors, where host memory has room
-            for a second copy of this rank's parameters (and of the optimizer states that there are); "before": by reading
-            everything once before (ranks share the work), in the memory of some buffers. So does True where there is no room,
-            or where states rest on another tier. False: compare sizes alone.
+        verify: compare all checksums before anything is changed. True: on the way into the buffers of saves (those in the
+            background have enough of them), else into fresh tensors, where host memory has room for a second copy of this
+            rank's parameters (and of the optimizer states that there are); "before": by reading everything once before (ranks
+            share the work), in the memory of some buffers. So does True where there is no room, or where states rest on
+            another tier. False: compare sizes alone.
         rng: restore random generators: exactly at the same number of ranks; else every rank is seeded anew from what rank 0
             had, and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
@@ -120,9 +126,8 @@ def load(
     runtime, wanted = runtime_of(model), extra or {}
     core = _agree(runtime, path, optimizer, name, verify)
     _await_save(runtime)
-    in_bulk = lambda manifest: verify is True and _stages(runtime, core, manifest)  # noqa: E731
     for looks in range(LOOKS, 0, -1):
-        opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, bulk=in_bulk)
+        opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, in_bulk=verify is True)
         loading = _Loading(runtime, core, opened)
         try:
             extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
@@ -168,29 +173,6 @@ def _await_save(runtime: Runtime) -> None:
             last.told = False
 
 
-def _stages(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
-    """Whether what is loaded is read into fresh tensors and verified on the way (collective).
-
-    All that there is must be wanted, and rest on the device; and every rank must have memory to spare.
-    """
-    config = runtime.config
-    tiers = {config.offload_param.tier, config.offload_optimizer.tier}
-    if tiers != {Tier.DEVICE} or (core is None and holding.GROUPS in manifest.objects):
-        return False
-    values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in runtime.groups)
-    states = runtime.ledger.now[OPTIMIZER] if core is not None else 0
-    on_host, ranks = runtime.comm.device.type == "cpu", ranks_here(runtime.comm.world_size)
-    wanted = int(_SPARE * ranks * (values + states * on_host))
-    fits = _has(wanted)
-    if not all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory")):  # what saves in the background keep is not states
-        if runtime.saver is not None:
-            runtime.saver.ring.release()
-        runtime.comm.exchange(b"", "zs.load: memory given back")
-        fits = _has(wanted)
-    fits = fits and (on_host or _SPARE * states <= torch.cuda.mem_get_info(runtime.comm.device)[0])
-    return all(runtime.comm.exchange(b"1" if fits else b"", "zs.load: memory"))
-
-
 def _has(nbytes: int) -> bool:
     """Whether there is so much free host memory, as far as is known."""
     available = available_nbytes()
@@ -209,6 +191,7 @@ class _Loading:
         self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
+        self.kept: Kept | None = None  # where what is to be put into place has been read to
 
     # -- compare ---------------------------------------------------------------------------------------------
 
@@ -422,7 +405,10 @@ class _Loading:
 
     def put(self) -> None:
         """Read everything and bring it into place (collective). After an error in place the model refuses to run."""
-        ready = self.stage()
+        with ExitStack() as lent:
+            self._put(self.stage(lent))
+
+    def _put(self, ready: Ready | None) -> None:
         try:
             self.take(ready)
         except BaseException as error:
@@ -448,7 +434,7 @@ class _Loading:
             self.core.drain()
         runtime.settle()
         runtime.drop_gradients()
-        reading = Reading()
+        reading = Reading(self.kept)
         put_values, put_states, computed = ready or self._one_by_one(reading)
         put_values()
         refused = modules.give_back(runtime.model, self.opened, computed(), reading, self.comm.rank)
@@ -474,24 +460,71 @@ class _Loading:
         states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
         found, stored, runtime = reading.guard(self.found), reading.guard(self.opened.model), self.runtime
         put_values = partial(weights.stream, runtime, found, stored, False)  # type: ignore[arg-type]
-        put_states = partial(restoring.restore, self.core, states)  # type: ignore[arg-type]
+        put_states = partial(restoring.restore, self.core, states, write_over=True)  # type: ignore[arg-type]
         return put_values, put_states, lambda: weights.read_computed(runtime.model, stored)
 
-    def stage(self) -> Ready | None:
-        """Read and verify everything into fresh tensors, if that is how it is to be (collective). Raises CheckpointCorrupt."""
-        bulk = self.opened.bulk
+    def stage(self, lent: ExitStack) -> Ready | None:
+        """Read and verify everything, or verify it alone, as there is memory (collective). Raises CheckpointCorrupt.
+
+        lent: holds the buffers that what has been read stays in. None: it is to be read (from there) into place.
+        """
+        bulk, path = self.opened.bulk, self.opened.path
         if bulk is None:
             return None
+        whole = self._all_wanted(bulk.manifest)
+        ring = saver_of(self.runtime).ring
+        if whole and self._agree("memory that saves use", ring.nbytes >= self._nbytes()):
+            agreed(self.comm, "zs.load: what to read", lambda: self._note(bulk, torch.device("meta")), path)
+            count = bulk.buffers_to_keep()
+            if self._agree("memory that saves use", count <= ring.count):
+                buffers = lent.enter_context(ring.lent(count))
+                self.kept = agreed(self.comm, "zs.load: reading", lambda: hinted(path, lambda: bulk.keep(buffers)), path)
+                return None
+            bulk.wanted = {}
+        if whole and self._fits(ring):
+            ready = agreed(self.comm, "zs.load: memory to read into", lambda: self._note(bulk, self.comm.device), path)
+            agreed(self.comm, "zs.load: reading", lambda: hinted(path, lambda: bulk.run(ring)), path)
+            return ready
+        ranks = (self.comm.rank, self.comm.world_size)
+        agreed(self.comm, "zs.load: checksums", lambda: check_digests(path, bulk.manifest, *ranks), path)
+        return None
 
-        def note() -> Ready:
-            put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
-            computed = weights.read_computed(self.runtime.model, self.opened.model, bulk)
-            put_states = (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk)
-            return put_values, put_states, lambda: computed
+    def _note(self, bulk: Bulk, device: torch.device) -> Ready:
+        """Note what is to be read, into fresh tensors. device: of the states; "meta": no tensors are made."""
+        make = (lambda numel, dtype: empty(numel, dtype, device)) if device.type == "meta" else empty
+        put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk, make)  # type: ignore[arg-type]
+        computed = weights.read_computed(self.runtime.model, self.opened.model, bulk)
+        put_states = (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk, device)
+        return put_values, put_states, lambda: computed
 
-        ready = agreed(self.comm, "zs.load: memory to read into", note, self.opened.path)
-        agreed(self.comm, "zs.load: reading", lambda: hinted(self.opened.path, bulk.run), self.opened.path)
-        return ready
+    def _all_wanted(self, manifest: Manifest) -> bool:
+        """Whether all that the checkpoint has is read, so that it is verified on the way, and goes to the device."""
+        tiers = {self.runtime.config.offload_param.tier, self.runtime.config.offload_optimizer.tier}
+        return tiers == {Tier.DEVICE} and (self.core is not None or holding.GROUPS not in manifest.objects)
+
+    def _nbytes(self) -> int:
+        """Of parameters and states on this rank."""
+        values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in self.runtime.groups)
+        return values + self._states_nbytes()
+
+    def _states_nbytes(self) -> int:
+        return self.runtime.ledger.now[OPTIMIZER] if self.core is not None else 0
+
+    def _fits(self, ring: Ring) -> bool:
+        """Whether every rank has memory to spare for a second copy (collective); buffers of saves are given back for it."""
+        states, device, ranks = self._states_nbytes(), self.comm.device, ranks_here(self.comm.world_size)
+        on_host = device.type == "cpu"
+        wanted = int(_SPARE * ranks * (self._nbytes() - states * (not on_host)))
+        fits = _has(wanted)
+        if not self._agree("memory", fits):
+            ring.release()
+            self.comm.exchange(b"", "zs.load: memory given back")
+            fits = _has(wanted)
+        return self._agree("memory", fits and (on_host or _SPARE * states <= torch.cuda.mem_get_info(device)[0]))
+
+    def _agree(self, what: str, mine: bool) -> bool:
+        """Whether it is so on every rank (collective)."""
+        return all(self.comm.exchange(b"1" if mine else b"", f"zs.load: {what}"))
 
     def _take_own(self) -> None:
         runtime, own = self.runtime, self.opened.progress

@@ -227,13 +227,13 @@ class Alone:
 
 def open_any(
     comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
-    verify: bool = True, trusted: bool = False, values: bool = True, bulk: Callable[[Manifest], bool] = lambda manifest: False,
+    verify: bool = True, trusted: bool = False, values: bool = True, in_bulk: bool = False,
 ) -> Opened:  # fmt: skip
     """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
 
     Where a run removes what was found while it is looked at, the next is taken.
 
-    bulk: whether tensors will be read by `Opened.bulk`, which verifies them: then they are not read beforehand.
+    in_bulk: tensors will be read and verified by `Opened.bulk`, or verified with `check_digests`: they are not beforehand.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -251,7 +251,7 @@ def open_any(
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
-            return _open_found(comm, folder, verify, trusted, values, bulk)
+            return _open_found(comm, folder, verify, trusted, values, in_bulk)
         except CheckpointError:
             if looks == 1 or not removed(comm, path, folder):
                 raise
@@ -259,17 +259,16 @@ def open_any(
 
 
 def _open_found(
-    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool, bulk: Callable[[Manifest], bool]
+    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool, in_bulk: bool
 ) -> Opened:
     """One of ours, checked (collective)."""
     manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
     ranks = (comm.rank, comm.world_size)
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
-    in_bulk = verify and bulk(manifest)
     if verify:
         agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, in_bulk), folder)
     opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values), folder)
-    opened.bulk = Bulk(folder, manifest) if in_bulk else None
+    opened.bulk = Bulk(folder, manifest) if verify and in_bulk else None
     return opened
 
 

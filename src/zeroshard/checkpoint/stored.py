@@ -103,9 +103,14 @@ class StoredPart:
 
 
 class Reading:
-    """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use."""
+    """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use.
 
-    error: OSError | None = None
+    kept: what has been read of a checkpoint of ours: nothing is read again.
+    """
+
+    def __init__(self, kept: Bulk | None = None) -> None:
+        self.kept = kept
+        self.error: OSError | None = None
 
     def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """The same tensors, whose errors are kept here."""
@@ -127,8 +132,9 @@ class _Guarded:
 
     def read(self, start: int, out: Tensor) -> None:
         if self.reading.error is None:
+            kept = self.reading.kept
             try:
-                self.stored.read(start, out)
+                self.stored.read(start, out) if kept is None else self.stored.read(start, out, kept)
             except OSError as error:
                 self.reading.error = error
 

@@ -19,7 +19,7 @@ from ..memory.tiers import Rest
 from ..runtime import Runtime
 from ..unit import ParamGroup
 from .runs import Run, RunMaker
-from .states import ColumnStates, hashable
+from .states import ColumnStates, DeviceStates, hashable
 
 _CHUNK_NUMEL = 4 << 20  # elements of an offloaded state that are read at a time
 
@@ -79,22 +79,36 @@ class TensorReader:
 
 
 @torch.no_grad()
-def restore(core: Core, states: dict[int, SavedState]) -> None:
-    """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
-    _forget(core)
+def restore(core: Core, states: dict[int, SavedState], write_over: bool = False) -> None:
+    """Replace all states. states: by id of the parameter; one that is not there is as before its first step.
+
+    write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
+        What is read must not be those.
+    """
+    old = _forget(core)
+    if not write_over:
+        old = {}
+    spare: dict[tuple[int, int], dict[str, Any]] = {}
+    of: ParamGroup | None = None
     for number, run, given in _runs(core, states):
         core.runs[number].append(run)
         if isinstance(run.states, ColumnStates):
             _fill_columns(run, run.states, given)
-        elif entries := _entries(core, number, run, given, None):
+            continue
+        if run.group is not of:  # what is of no use goes before the next group takes memory
+            of, spare = run.group, old.pop(id(run.group), {})
+        if entries := _entries(core, number, run, given, None, core.comm.device, spare.get((run.start, run.numel))):
             run.states.save(entries)
     core.states_changed()
 
 
 @torch.no_grad()
-def stage(core: Core, states: dict[int, SavedState], bulk: Any) -> Callable[[], None]:
-    """The same in two steps, for states on the device: notes what is to be read; what is returned replaces the states then."""
-    made = [(number, run, _entries(core, number, run, given, bulk)) for number, run, given in _runs(core, states)]
+def stage(core: Core, states: dict[int, SavedState], bulk: Any, device: torch.device) -> Callable[[], None]:
+    """The same in two steps, for states on the device: notes what is to be read; what is returned replaces the states then.
+
+    device: of the tensors to read into: the states'; "meta" only notes.
+    """
+    made = [(number, run, _entries(core, number, run, given, bulk, device)) for number, run, given in _runs(core, states)]
 
     def put() -> None:
         _forget(core)
@@ -107,11 +121,16 @@ def stage(core: Core, states: dict[int, SavedState], bulk: Any) -> Callable[[], 
     return put
 
 
-def _forget(core: Core) -> None:
+def _forget(core: Core) -> dict[int, dict[tuple[int, int], dict[str, Any]]]:
+    """What was kept on the device, by id of the group and (first element, number of elements) of the run."""
     core.begin_write()
+    old: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
     for run in (run for runs in core.runs for run in runs):
+        if isinstance(run.states, DeviceStates):
+            old.setdefault(id(run.group), {})[run.start, run.numel] = run.states.load()
         run.states.clear()
     core.runs = [[] for _ in core.runs]
+    return old
 
 
 def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
@@ -144,11 +163,14 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
     return found
 
 
-def _entries(core: Core, number: int, run: Run, given: list[SavedState], bulk: Any) -> dict[str, Any]:
-    """The states of a run on the device. number: of the optimizer's group."""
+def _entries(
+    core: Core, number: int, run: Run, given: list[SavedState], bulk: Any, device: torch.device,
+    spare: dict[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The states of a run on a device. number: of the optimizer's group. spare: states of as many elements that nobody wants."""
     entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
     for key, reader in given[0].tensors.items():
-        entries[key] = empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
+        entries[key] = _filled_next(run, state_dtype(run.group, reader.dtype), device, (spare or {}).get(key))
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
@@ -158,6 +180,13 @@ def _entries(core: Core, number: int, run: Run, given: list[SavedState], bulk: A
             padding.zero_()
             reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
     return entries
+
+
+def _filled_next(run: Run, dtype: torch.dtype, device: torch.device, spare: Any) -> Tensor:
+    """(n,) of which every element is to be filled: what is to spare, where that fits."""
+    if run.holds(spare) and spare.dtype == dtype and spare.device == device:
+        return spare
+    return empty(run.numel, dtype, device)
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
