@@ -254,6 +254,57 @@ def test_whatever_needs_the_whole_raises_with_the_remedy(what):
         same(weight.to_local(), before, what, 0.0)
 
 
+def test_the_remedy_is_that_of_the_case():
+    """The norm of a weight is none of gradients; a whole parameter takes the whole of its gradient."""
+    with pytest.raises(zs.ShardedAccessError, match=r"For its norm take that of `p.full_tensor\(\)`") as caught:
+        fake(0).first.weight.norm()
+    assert "clip" not in str(caught.value)
+    model, _ = zs.shard(seeded(Stack), None, stage=2)
+    model(torch.ones(1, 7)).sum().backward()
+    weight = model.first.weight
+    with pytest.raises(zs.ShardedAccessError, match="clip_grad_norm_"):
+        weight.grad.norm()
+    with torch.no_grad():
+        before = weight.clone()
+        for write in (lambda: weight.sub_(0.1 * weight.grad), lambda: weight.add_(weight.grad, alpha=-0.1)):
+            with pytest.raises(zs.ShardedAccessError, match=r"whole tensor is to be changed.*`p.grad.full_tensor\(\)`"):
+                write()
+        same(weight, before, "refused", 0.0)
+        weight -= 0.1 * weight.grad.full_tensor()
+        same(weight, before - 0.1 * weight.grad.full_tensor(), "by hand", 1e-7)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_optimizers_state_dict_can_be_copied_and_given_back(stage):
+    """copy.deepcopy(optimizer.state_dict()), as whoever keeps the best states in memory does; torch.save names the remedy."""
+
+    def rank_run(rank: int) -> None:
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, torch.optim.Adam(model.parameters()), stage=stage)
+
+        def step() -> None:
+            model(torch.ones(1, 7)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        states, best = zs.full_optimizer_state(model), copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(zs.ShardedAccessError, match="zs.full_optimizer_state"):
+            torch.save(optimizer.state_dict(), io.BytesIO())
+        step()
+        assert not torch.equal(zs.full_optimizer_state(model)["first.weight"]["exp_avg_sq"], states["first.weight"]["exp_avg_sq"])
+        optimizer.load_state_dict(best)
+        for name, state in zs.full_optimizer_state(model).items():
+            for key, value in state.items():
+                same(value, states[name][key], f"{name}.{key}", 0.0)
+        model(torch.ones(1, 7)).sum().backward()
+        gradient = copy.deepcopy(model.first.weight.grad)
+        same(gradient.full_tensor(), model.first.weight.grad.full_tensor(), "gradient", 0.0)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
 def test_copying_and_pickling_a_sharded_model_is_refused_by_name():
     model = fake(0)
     for action in (copy.deepcopy, lambda m: torch.save(m.state_dict(), io.BytesIO())):

@@ -344,7 +344,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The mean gradient of every trainable parameter by name, whole, on every rank (collective)."""
+    """The mean gradient of every trainable parameter by its name in `model.named_parameters()`, whole, on every rank (collective)."""
     runtime = runtime_of(model)
     runtime.flush()
     result: dict[str, Tensor | None] = {}
@@ -366,7 +366,7 @@ def _cloned(value: Any) -> Any:
 
 
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of every parameter by name, tensors whole, on every rank (collective)."""
+    """The optimizer's state of every parameter by its name in `model.named_parameters()`, tensors whole, on every rank (collective)."""
     runtime = runtime_of(model)
     core = _core(runtime)
     states = core.state_by_param()

@@ -109,15 +109,20 @@ class ShardedTensor(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        raise ShardedAccessError(
-            f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
-            "zs.full_state_dict(model)."
-        )
+        """Of a gradient, or of what was computed: this rank's slice, copied."""
+        if isinstance(self, ShardedParameter) or self._of_parameter:
+            raise ShardedAccessError(
+                f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
+                "zs.full_state_dict(model)."
+            )
+        return memo.setdefault(id(self), self.detach().clone())
+
+    _pickled_by = "zs.full_state_dict(model) or zs.save"
 
     def __reduce_ex__(self, protocol: int) -> Any:
         raise ShardedAccessError(
             f"{self._home.name}: a sharded tensor can not be pickled (this rank has a slice only). Use "
-            "zs.full_state_dict(model) or zs.save."
+            f"{'zs.full_gradients(model)' if self._of_gradient else self._pickled_by}."
         )
 
     @property
@@ -313,6 +318,8 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     remedy = _remedy(func._schema.name, of_gradient, kind is ShardedWriteError)
+    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
+        remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 
 
@@ -323,6 +330,8 @@ def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
             "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
             "the loss and skips steps with overflows itself (optimizer.last_step)."
         )
+    if operation in _NORMS and not of_gradient:
+        return "For its norm take that of `p.full_tensor()`, on all ranks."
     if operation in _NORMS:
         return (
             "For the norm of all gradients use zs.clip_grad_norm_(model, max_norm), zs.shard(..., max_grad_norm=...) or "

@@ -192,6 +192,12 @@ class StateHome:
 class ShardedState(ShardedTensor):
     """A state as a sharded tensor. `state.data = value` is a write, as `p.data = value` is."""
 
+    _pickled_by = "zs.full_optimizer_state(model) or zs.save"
+
+    def __deepcopy__(self, memo: dict) -> ShardedTensor:
+        """As of `copy.deepcopy(optimizer.state_dict())`: this rank's slice, which `load_state_dict` takes back."""
+        return memo.setdefault(id(self), self.detach().clone())
+
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
