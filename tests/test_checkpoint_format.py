@@ -16,6 +16,7 @@ from helpers import seeded, token_batches
 from torch.distributed.checkpoint import FileSystemReader
 
 import zeroshard as zs
+from zeroshard.checkpoint import dcp
 from zeroshard.testing import run_threads
 
 BATCHES = [step[0] for step in token_batches(3, 1, 4, VOCAB)]
@@ -423,4 +424,19 @@ def test_must_22_damage_is_found_before_anything_changes(tmp_path):
         zs.load(tmp_path, model, optimizer)
     assert_equal(snapshot(model, optimizer), before)
     zs.load(tmp_path, model, optimizer, verify=False)
+    zs.close(model)
+
+
+def test_the_listing_for_dcp_is_made_again_only_where_something_lies_elsewhere(tmp_path, monkeypatch):
+    made = []
+    plain = dcp.metadata_of
+    monkeypatch.setattr(dcp, "metadata_of", lambda *args: made.append(plain(*args)) or made[-1])
+    model, optimizer = build("tied")
+    train(model, optimizer, 0, BATCHES[:1])
+    paths = [zs.save(tmp_path, model, optimizer, name=name, extra={"note": "x" * size}).path
+             for name, size in (("a", 10), ("b", 10), ("c", 10_000), ("d", 10))]  # fmt: skip
+    assert len(made) == 3 and made[0] == made[2] != made[1]
+    contents = [(path / ".metadata").read_bytes() for path in paths]
+    assert contents == [made[0], made[0], made[1], made[2]]
+    zs.load(tmp_path, model, optimizer, name="b")
     zs.close(model)

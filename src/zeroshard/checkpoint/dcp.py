@@ -182,12 +182,11 @@ class Window(io.RawIOBase):
         return got
 
 
-def write_metadata(
-    path: Path,
+def metadata_of(
     tensors: Iterable[tuple[str, tuple[str, ...], torch.dtype, tuple[int, ...], list[tuple[Box, str, int, int]]]],
     objects: Iterable[tuple[str, tuple[str, ...], str, int, int]],
-) -> None:
-    """Write DCP's `.metadata`.
+) -> bytes:
+    """The content of DCP's `.metadata`.
 
     tensors: (name, path in the nested state dict, dtype, shape, [(box, file, offset and length of its blob)]).
     objects: (name, path, file, offset, length).
@@ -208,5 +207,4 @@ def write_metadata(
     for name, keys, file, offset, nbytes in objects:
         described[name], paths[name] = dcp.BytesStorageMetadata(), keys
         stored[dcp.MetadataIndex(name)] = _StorageInfo(file, offset, nbytes)
-    with open(path, "wb") as out:
-        pickle.dump(dcp.Metadata(described, paths, stored, dcp.StorageMeta()), out)
+    return pickle.dumps(dcp.Metadata(described, paths, stored, dcp.StorageMeta()))

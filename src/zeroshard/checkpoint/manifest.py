@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Manifest:
             **self.facts,
             "digest": DIGEST,
             "digest_nbytes": DIGEST_NBYTES,
-            "files": [asdict(file) for file in self.files],
+            "files": [vars(file) for file in self.files],
             "tensors": {
                 name: {
                     "dtype": str(t.dtype).removeprefix("torch."),
@@ -229,9 +229,30 @@ def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def write(folder: Path, manifest: Manifest) -> None:
-    """Write `.metadata` and then `manifest.json`, for good. To DCP each name of a tied parameter is a tensor, of the same blobs."""
+@dataclass
+class Listed:
+    """DCP's `.metadata` of the last save, which takes longer to make than to write, and what it was made of."""
+
+    made_of: tuple = ()
+    content: bytes = b""
+
+
+def write(folder: Path, manifest: Manifest, last: Listed) -> None:
+    """Write `.metadata` and then `manifest.json`, for good."""
     files = [file.name for file in manifest.files]
+    made_of = (files, manifest.tensors, manifest.objects, manifest.ties)
+    if last.made_of != made_of:
+        last.made_of, last.content = made_of, _metadata_of(manifest, files)
+    metadata, path = last.content, folder / ".metadata"
+    path.write_bytes(metadata)
+    sync(path)
+    digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
+    manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
+    write_whole(folder / MANIFEST, manifest.to_json())
+
+
+def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:
+    """To DCP each name of a tied parameter is a tensor, of the same blobs."""
     aliases = {
         f"model.{alias}": replace(manifest.tensors[f"model.{first}"], keys=("model", alias))
         for alias, first in manifest.ties.items()
@@ -242,12 +263,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         for name, t in {**manifest.tensors, **aliases}.items()
     )
     objects = ((n, _keys(n), files[o.file], o.offset, o.nbytes) for n, o in manifest.objects.items())
-    dcp.write_metadata(folder / ".metadata", tensors, objects)
-    metadata = (folder / ".metadata").read_bytes()
-    sync(folder / ".metadata")
-    digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
-    manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
-    write_whole(folder / MANIFEST, manifest.to_json())
+    return dcp.metadata_of(tensors, objects)
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -110,6 +110,7 @@ class Saver:
         self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes))
         self.engine = Engine()
         self.last: Save | None = None
+        self.listed = listing.Listed()
         self._layout: FileLayout | None = None
 
     def layout(self, contents: Contents) -> FileLayout:
@@ -299,7 +300,8 @@ class Writing:
         assert self.draft is not None
         with write_errors(self.folder, 0, "rank 0: completing a checkpoint"):
             names = [self.folder / f"rank-{rank:05d}.json" for rank in range(self.comm.world_size)]
-            listing.write(self.folder, listing.join([json.loads(name.read_bytes()) for name in names], self._facts()))
+            manifest = listing.join([json.loads(name.read_bytes()) for name in names], self._facts())
+            listing.write(self.folder, manifest, self.saver.listed)
             for name in names:
                 name.unlink()
             self.draft.publish(self.plan.overwrite)
