@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+
 import pytest
 import torch
 from checkpoint_kit import assert_equal, build, read_checkpoint, snapshot, train, write_checkpoint
@@ -12,7 +15,7 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.checkpoint import bulk
-from zeroshard.checkpoint.datafile import BUFFER_NBYTES, Ring
+from zeroshard.checkpoint.datafile import BUFFER_NBYTES, FileWriter, Ring
 from zeroshard.errors import CheckpointCorrupt
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
@@ -163,6 +166,151 @@ def test_states_given_to_an_optimizer_may_be_its_own(stage):
         for key, value in before[1 - i].items():
             assert torch.equal(whole(after[i][key]), value), (i, key)
     zs.close(model)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps the last two gradients; what it has for the one before the first is `how` it is made."""
+
+    def __init__(self, params: list, how: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            if state:
+                state["before"], state["now"] = state["now"], param.grad.clone()
+            else:
+                state["now"] = param.grad.clone()
+                nothing = torch.zeros(()).expand(param.numel()).view(param.shape)
+                state["before"] = {"one": state["now"], "expanded": nothing, "parameter": param.detach()}.get(self.how, nothing.clone())
+            param.add_(state["now"] + 0.5 * state["before"], alpha=-0.1)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("how", ["one", "expanded", "parameter", "inference", "plain"])
+def test_states_are_written_over_only_where_the_memory_is_theirs_alone(how, stage, verify, tmp_path):
+    """Two states that are one tensor, rows that share memory, a parameter's memory, tensors of inference."""
+
+    def made(seed: int, how: str) -> tuple:
+        module = seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), seed)
+        return zs.shard(module, Odd(list(module.parameters()), how), stage=stage)
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for step in range(steps):
+            model(torch.full((2, 5), float(step + 1))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made(0, "plain")
+    trained(model, optimizer, 3)
+    zs.save(tmp_path, model, optimizer, name="x")
+    values, states = zs.full_state_dict(model), zs.full_optimizer_state(model)
+    zs.close(model)
+    model, optimizer = made(1, how)
+    trained(model, optimizer, 1)
+    if how == "inference":
+        with torch.inference_mode():
+            optimizer.load_state_dict(optimizer.state_dict())
+    if verify:
+        zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
+    zs.load(tmp_path, model, optimizer, name="x", verify=verify)
+    for name, value in zs.full_state_dict(model).items():
+        assert torch.equal(value, values[name]), name
+    for name, state in zs.full_optimizer_state(model).items():
+        assert all(torch.equal(value, states[name][key]) for key, value in state.items()), name
+    zs.close(model)
+
+
+class Marked(Wide):
+    """With extra state that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark = torch.zeros(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.mark
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.mark = state
+
+
+def test_extra_state_that_is_a_tensor(tmp_path, counted):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Marked))
+        train(model, optimizer, rank, WIDE)
+        model.mark = torch.arange(3.0)
+        zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
+        model.mark = torch.zeros(3)
+        zs.load(tmp_path, model, optimizer)
+        assert torch.equal(model.mark, torch.arange(3.0))
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert counted == {"keep": 2, "run": 0}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_damage_in_states_of_a_shape_of_their_own_is_found(kept, tmp_path):
+    """They are read to be compared, before everything else."""
+
+    class Histogram(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None) -> None:
+            super().step()
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["histogram"] = torch.ones(700, 500)  # more than a block
+
+    model = seeded(lambda: nn.Linear(7, 5))
+    model, optimizer = zs.shard(model, Histogram(model.parameters(), lr=0.1, momentum=0.9), stage=1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=kept).wait() / "rank-00000.distcp"
+    if not kept:
+        runtime_of(model).saver.ring.release()
+    content = path.read_bytes()
+    for at in range(1000, len(content), len(content) // 9):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(CheckpointCorrupt, match="rank-00000.distcp"):
+            zs.load(tmp_path, model, optimizer)
+    path.write_bytes(content)
+    zs.load(tmp_path, model, optimizer)
+    zs.close(model)
+
+
+def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_path, monkeypatch):
+    plain = FileWriter.fill
+    failing = threading.Event()
+
+    def fill(self, contents, blobs=None):
+        if failing.is_set() and "rank-00001" in self.file.path:
+            raise OSError(errno.EIO, "broken")
+        return plain(self, contents, blobs)
+
+    monkeypatch.setattr(FileWriter, "fill", fill)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", stage=1)
+        train(model, optimizer, rank, BATCHES[:1])
+        zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
+        expected, ring, comm = snapshot(model, optimizer), runtime_of(model).saver.ring, runtime_of(model).comm
+        comm.exchange(b"", "saved")
+        failing.set()
+        for _ in range(ring.count + 1):
+            with pytest.raises(zs.CheckpointError, match="broken"):
+                zs.save(tmp_path, model, optimizer, name="y", asynchronous=True)
+            assert ring.free == ring.count
+        comm.exchange(b"", "failed")
+        failing.clear()
+        train(model, optimizer, rank, BATCHES[1:2])
+        zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(2, rank_run)
 
 
 # -- the pieces --------------------------------------------------------------------------------------------------------

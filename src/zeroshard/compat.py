@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+
+def alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else has the memory of a tensor: no view, no detached alias, no array. False where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return count is not None and count(tensor.untyped_storage()._cdata) == 2  # of the tensor, and of the storage just named
 
 
 _idle = threading.local()

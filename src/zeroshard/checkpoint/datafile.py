@@ -158,10 +158,12 @@ class Ring:
     @contextlib.contextmanager
     def lent(self, count: int) -> Iterator[list[Tensor]]:
         """So many buffers, which are free, for something else. Those that had to be made for it are given back."""
-        before = self.count
-        self.grow(count)
-        buffers = [self._free.get_nowait() for _ in range(count)]
+        before, buffers = self.count, []
         try:
+            for _ in range(count):
+                if not self._free.qsize():
+                    self.grow(self.count + 1)
+                buffers.append(self._free.get_nowait())
             yield buffers
         finally:
             for buffer in buffers:
@@ -188,6 +190,11 @@ class Ring:
     @property
     def nbytes(self) -> int:
         return self.count * BUFFER_NBYTES
+
+    @property
+    def free(self) -> int:
+        """Buffers that nobody uses."""
+        return self._free.qsize()
 
 
 class FileWriter:
@@ -265,6 +272,7 @@ class FileWriter:
         self._queue.put(None)
         self._may_write.set()
         self._thread.join()
+        self._filling.give_up()
         self.file.close()
 
     def _serve(self) -> None:
@@ -360,6 +368,14 @@ class _Filling:
                 failed = failed or error
         if failed is not None:
             raise failed
+
+    def give_up(self) -> None:
+        """The buffer goes round although what is in it will not be written."""
+        with contextlib.suppress(Exception):
+            self.settle()
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            self.writer.ring.give(buffer)
 
     def emit(self) -> None:
         """Hand the buffer to the writer."""

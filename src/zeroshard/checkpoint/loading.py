@@ -49,7 +49,7 @@ from . import contents as holding
 from . import folder as places
 from . import modules
 from .bulk import Bulk, Kept
-from .datafile import Ring
+from .datafile import BUFFER_NBYTES, Ring
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
@@ -473,12 +473,12 @@ class _Loading:
             return None
         whole = self._all_wanted(bulk.manifest)
         ring = saver_of(self.runtime).ring
-        if whole and self._agree("memory that saves use", ring.nbytes >= self._nbytes()):
+        if whole and self._agree("memory that saves use", ring.free * BUFFER_NBYTES >= self._nbytes()):
             agreed(self.comm, "zs.load: what to read", lambda: self._note(bulk, torch.device("meta")), path)
             count = bulk.buffers_to_keep()
-            if self._agree("memory that saves use", count <= ring.count):
-                buffers = lent.enter_context(ring.lent(count))
-                self.kept = agreed(self.comm, "zs.load: reading", lambda: hinted(path, lambda: bulk.keep(buffers)), path)
+            if self._agree("memory that saves use", count <= ring.free):
+                read = lambda: bulk.keep(lent.enter_context(ring.lent(count)))  # noqa: E731
+                self.kept = agreed(self.comm, "zs.load: reading", lambda: hinted(path, read), path)
                 return None
             bulk.wanted = {}
         if whole and self._fits(ring):

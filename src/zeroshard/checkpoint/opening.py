@@ -146,16 +146,26 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
 
 
 def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
-    """(file, number) of every block with bytes of objects, or of tensors of one element or none."""
+    """(file, number) of every block with bytes of objects, of tensors of one element or none, or of states that are not of the
+    shape of their parameter: what is read to be compared."""
     stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
     for name, entry in manifest.tensors.items():
-        if torch.Size(entry.shape).numel() <= 1 or weights.is_extra_state(name):
+        if torch.Size(entry.shape).numel() <= 1 or weights.is_extra_state(name) or _is_counter(manifest, name):
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
     return {
         (manifest.files[file].name, number)
         for file, offset, nbytes in stretches
         for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
     } | {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
+
+
+def _is_counter(manifest: Manifest, name: str) -> bool:
+    """Whether it is an optimizer state that is not one value an element."""
+    if not name.startswith(holding.STATE):
+        return False
+    *_, parameter, key = manifest.tensors[name].keys
+    of = manifest.tensors.get(f"{holding.MODEL}{parameter}")
+    return key in (manifest.scalars or ()) or of is None or of.shape != manifest.tensors[name].shape
 
 
 def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> int:

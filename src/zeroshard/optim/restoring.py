@@ -6,6 +6,7 @@ another partition, is stepped by as few kernels as its state allows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
+from ..compat import alone
 from ..memory.aligned import empty
 from ..memory.tiers import Rest
 from ..runtime import Runtime
@@ -85,19 +87,14 @@ def restore(core: Core, states: dict[int, SavedState], write_over: bool = False)
     write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
         What is read must not be those.
     """
-    old = _forget(core)
-    if not write_over:
-        old = {}
-    spare: dict[tuple[int, int], dict[str, Any]] = {}
-    of: ParamGroup | None = None
-    for number, run, given in _runs(core, states):
+    runs = list(_runs(core, states))
+    spare = _spare(core, runs) if write_over else {}
+    _forget(core)
+    for number, run, given in runs:
         core.runs[number].append(run)
         if isinstance(run.states, ColumnStates):
             _fill_columns(run, run.states, given)
-            continue
-        if run.group is not of:  # what is of no use goes before the next group takes memory
-            of, spare = run.group, old.pop(id(run.group), {})
-        if entries := _entries(core, number, run, given, None, core.comm.device, spare.get((run.start, run.numel))):
+        elif entries := _entries(core, number, run, given, None, core.comm.device, spare.get(id(run))):
             run.states.save(entries)
     core.states_changed()
 
@@ -121,16 +118,29 @@ def stage(core: Core, states: dict[int, SavedState], bulk: Any, device: torch.de
     return put
 
 
-def _forget(core: Core) -> dict[int, dict[tuple[int, int], dict[str, Any]]]:
-    """What was kept on the device, by id of the group and (first element, number of elements) of the run."""
+def _forget(core: Core) -> None:
     core.begin_write()
-    old: dict[int, dict[tuple[int, int], dict[str, Any]]] = {}
     for run in (run for runs in core.runs for run in runs):
-        if isinstance(run.states, DeviceStates):
-            old.setdefault(id(run.group), {})[run.start, run.numel] = run.states.load()
         run.states.clear()
     core.runs = [[] for _ in core.runs]
-    return old
+
+
+def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
+    """Old states that the new runs can have the memory of, by id of the run: those of the same elements that are nobody else's."""
+    before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
+    old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
+    uses = Counter(id(value) for entries in old.values() for value in entries.values())
+    found = {}
+    for _, run, given in runs:
+        entries = old.get((id(run.group), run.start, run.numel), {})
+        found[id(run)] = {
+            key: entries[key]
+            for key, reader in given[0].tensors.items()
+            if run.holds(value := entries.get(key))
+            and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), core.comm.device)
+            and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
+        }  # fmt: skip
+    return found
 
 
 def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
@@ -165,12 +175,14 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
 
 def _entries(
     core: Core, number: int, run: Run, given: list[SavedState], bulk: Any, device: torch.device,
-    spare: dict[str, Any] | None = None,
+    spare: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The states of a run on a device. number: of the optimizer's group. spare: states of as many elements that nobody wants."""
+    """The states of a run on a device. number: of the optimizer's group. spare: tensors to take for some of them."""
     entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
     for key, reader in given[0].tensors.items():
-        entries[key] = _filled_next(run, state_dtype(run.group, reader.dtype), device, (spare or {}).get(key))
+        entries[key] = (spare or {}).get(key)
+        if entries[key] is None:
+            entries[key] = empty(run.numel, state_dtype(run.group, reader.dtype), device)
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
@@ -180,13 +192,6 @@ def _entries(
             padding.zero_()
             reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
     return entries
-
-
-def _filled_next(run: Run, dtype: torch.dtype, device: torch.device, spare: Any) -> Tensor:
-    """(n,) of which every element is to be filled: what is to spare, where that fits."""
-    if run.holds(spare) and spare.dtype == dtype and spare.device == device:
-        return spare
-    return empty(run.numel, dtype, device)
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
