@@ -539,11 +539,13 @@ def two_by_two(rank, path):
         zs.checkpoint_activations(copy.deepcopy(case.model), partition=mesh)
     except zs.ConfigError as error:
         assert "mesh['tp']" in str(error)
+    for comm, text in ((mesh, "comm: expected a 1-D DeviceMesh, got one of shape (2, 2)"), (7, "comm: expected a DeviceMesh")):
+        assert text in str(caught(lambda comm=comm: zs.shard(copy.deepcopy(case.model), None, comm=comm)))
     groups = {"mesh": mesh["tp"], "group": mesh["tp"].get_group()}
     for number, (place, name) in enumerate([("none", "mesh"), ("cpu", "group"), ("nvme", "mesh")]):
         options = {"offload": place, "path": path if place == "nvme" else None, "min_numel": 1}
         model = zs.checkpoint_activations(copy.deepcopy(case.model), partition=groups[name], **options)
-        comm = DistComm(mesh["dp"].get_group(), torch.device("cpu"))
+        comm = mesh["dp"] if number else mesh["dp"].get_group()
         model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3 if number else 2, comm=comm)
         for batches in case.batches:
             square(model, batches[data_rank]).backward()

@@ -28,6 +28,7 @@ OPTIONS = {
     "precision": ({"precision": "bf61"}, "precision: expected one of 'fp32', 'bf16', 'fp16', got 'bf61'. Did you mean 'bf16'"),
     "precision object": ({"precision": torch.int8}, "precision: expected one of"),
     "unknown": ({"max_grad_nrom": 1.0}, "unknown option 'max_grad_nrom'. Did you mean 'max_grad_norm'"),
+    "unknown group": ({"process_group": 7}, "unknown option 'process_group'. Did you mean comm?"),
     "unknown stage": ({"zero_stage": 3}, "unknown option 'zero_stage'. Did you mean 'stage'"),
     "norm text": ({"max_grad_norm": "1.0"}, "max_grad_norm: expected a number of at least 0, got '1.0'"),
     "norm negative": ({"max_grad_norm": -1.0}, "max_grad_norm: expected a number of at least 0"),

@@ -168,6 +168,9 @@ def test_compiled_blocks(mode, how, when):
     if when == "before":
         compile_blocks(model, how, counter)
     model, optimizer = zs.shard(model, adamw(model.parameters()), **mode)
+    plain, _ = zs.shard(copy.deepcopy(base), None, **mode)
+    assert [unit.name for unit in model._zeroshard.units] == [unit.name for unit in plain._zeroshard.units]
+    zs.close(plain)
     if when == "after":
         compile_blocks(model, how, counter)
     train(model, optimizer, batches, counts, counter)
@@ -193,6 +196,26 @@ def test_compiled_by_aot_autograd(mode):
     train(model, optimizer, batches)
     for name, value in wanted.items():
         same(zs.full_state_dict(model)[name], value, name, 1e-5)
+
+
+@every_mode
+@pytest.mark.parametrize("units", ["auto", [nn.Linear], "leaf"], ids=str)
+def test_blocks_that_compile_wraps_are_units_and_checkpoints(mode, units):
+    """The wrapper is the block, also where it is named by the class of what it wraps; a class inside is compiled with it."""
+    base, batches = seeded(Stack), normal_batches(3, 1, 4, 7)
+    wanted = reference(Case(base, batches, square))[0].state
+    torch._dynamo.reset()
+    model = copy.deepcopy(base)
+    compile_blocks(model, "wrapped", "aot_eager")
+    blocks = [type(base.blocks[0])] if units == "auto" else "auto"
+    model = zs.checkpoint_activations(model, blocks=blocks, min_numel=1)
+    model, optimizer = zs.shard(model, adamw(model.parameters()), **{**mode, "units": units})
+    train(model, optimizer, batches)
+    for (name, value), got in zip(wanted.items(), zs.full_state_dict(model).values(), strict=True):
+        same(got, value, name, 1e-5)
+    report = zs.activation_report(model)
+    assert report.blocks == tuple(f"blocks.{number}" for number in range(len(model.blocks))) and report.packed == report.unpacked > 0
+    zs.close(model)
 
 
 @every_mode

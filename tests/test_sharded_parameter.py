@@ -402,3 +402,19 @@ def test_a_parameter_kept_from_inside_a_forward_raises_once_it_is_released():
     zs.close(model)
     for layer, value in zip(model, before, strict=True):
         same(layer.weight.detach(), value, "weight", 0.0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_whose_model_was_closed_is_spent(stage):
+    """Whatever it is asked for, it says what to do."""
+    model = seeded(Stack)
+    model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage)
+    with pytest.raises(zs.ConfigError, match="shard it with a new optimizer"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(zs.ZeroshardError, match="sharded already"):
+        zs.shard(model, optimizer, stage=stage)
+    zs.close(model)
+    for action in (optimizer.step, lambda: zs.shard(model, optimizer, stage=stage)):
+        with pytest.raises(zs.ZeroshardError, match="closed?.*: make a new one|make a new optimizer"):
+            action()
+    zs.close(zs.shard(model, adamw(model.parameters()), stage=stage)[0])

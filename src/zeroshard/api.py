@@ -40,7 +40,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     config: Config | None = None,
-    comm: Comm | str | None = None,
+    comm: world.Choice | None = None,
     weights: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -50,7 +50,8 @@ def shard(
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
-        comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed), or a Comm.
+        comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
+            DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
 
     Raises:
@@ -106,6 +107,8 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
             "zs.shard(model, optimizer, stage=3)."
         )
     if isinstance(optimizer, ShardedOptimizer):
+        if optimizer.core.runtime.closed:
+            raise ZeroshardError("this optimizer belonged to a model that was closed with zs.close(): make a new one of its parameters.")
         raise ZeroshardError("this optimizer is sharded already: shard() one model with one optimizer, once.")
     for name, module in model.named_modules():
         if "_zeroshard" in module.__dict__:

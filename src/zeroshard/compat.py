@@ -20,6 +20,11 @@ def alone(tensor: torch.Tensor) -> bool:
     return count is not None and count(tensor.untyped_storage()._cdata) == 2  # of the tensor, and of the storage just named
 
 
+def original(module: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.compile(module)` wraps; every other module is its own."""
+    return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
+
+
 _idle = threading.local()
 
 

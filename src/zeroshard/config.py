@@ -171,6 +171,7 @@ class Offload:
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GROUPS = ("group", "process_group", "mesh", "device_mesh")  # what others call the argument `comm` of zs.shard
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 UNIT_CHOICES = ("auto", "model", "leaf")
 
@@ -355,9 +356,8 @@ class Config:
         known = {"preset"} | {f.name for f in dataclasses.fields(cls)}
         for name in options:
             if name not in known:
-                raise ConfigError(
-                    f"unknown option {name!r}.{did_you_mean(name, known)} Known: {', '.join(sorted(known))}."
-                )
+                hint = " Did you mean comm?" if name in _GROUPS else did_you_mean(name, known)
+                raise ConfigError(f"unknown option {name!r}.{hint} Known: {', '.join(sorted(known))}.")
         given = {name: value for name, value in options.items() if value is not None}
         given = {**PRESETS[preset], **given} if preset is not None else given
         return dataclasses.replace(config, **given) if config is not None else cls(**given)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from .compat import original
 from .config import Config, Units
 from .errors import ConfigError, ShardedAccessError, did_you_mean
 from .tiles import Tile, Tiled, class_and_name
@@ -180,8 +181,14 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
-        return [(name, module) for name, module in named if units(name, module)]
-    return _of_classes(named, tuple(units), option)  # type: ignore[arg-type]
+        return _around(named, [(name, module) for name, module in named if units(name, module)])
+    return _around(named, _of_classes(named, tuple(units), option))  # type: ignore[arg-type]
+
+
+def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """For what torch.compile wraps, the wrapper: what is gathered on the way in and released on the way out is not compiled."""
+    wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
+    return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
 
 
 def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) -> list[tuple[str, nn.Module]]:
@@ -205,12 +212,12 @@ def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
 
     def visit(prefix: str, module: nn.Module) -> None:
         children = [(name, child) for name, child in module.named_children() if not isinstance(child, Tiled)]
-        counts = Counter(type(child) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
+        counts = Counter(type(original(child)) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
         for name, child in children:
             path = f"{prefix}.{name}" if prefix else name
-            is_leaf = next(child.children(), None) is None
+            is_leaf = next(original(child).children(), None) is None
             has_params = next(child.parameters(), None) is not None
-            if counts[type(child)] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
+            if counts[type(original(child))] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
                 if not any(child is module for _, module in found):
                     found.append((path, child))
             else:
@@ -268,7 +275,7 @@ def _is_leaf(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(original(module)).forward is not nn.Module.forward
 
 
 def _is_called(module: nn.Module) -> bool:

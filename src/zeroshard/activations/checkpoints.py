@@ -26,13 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import world
-from ..comm.base import Comm
-from ..comm.dist import DistComm
 from ..comm.streams import Streams, streams_for
+from ..compat import original
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
@@ -46,7 +44,7 @@ _MIN_NUMEL = 1 << 12
 _STALL_TIMEOUT_S = 60.0
 _ATTACHED = "_zeroshard_activations"  # in the model's __dict__
 
-Partition = Comm | str | dist.ProcessGroup | DeviceMesh
+Partition = world.Choice
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]
     found = find_blocks(model, units, "blocks")
     inside = {id(inner) for _, block in found for inner in block.modules() if inner is not block}
     found = [(name, block) for name, block in found if id(block) not in inside]
-    without = [name for name, block in found if type(block).forward is nn.Module.forward]
+    without = [name for name, block in found if type(original(block)).forward is nn.Module.forward]
     if without:
         raise ConfigError(f"blocks: {without[0]} has no forward of its own; name the modules inside it.")
     if not found:
@@ -190,7 +188,7 @@ def _make_store(model: nn.Module, options: Options) -> Store:
     first = next(iter(model.parameters()), None)
     device = torch.device("cpu") if first is None or first.is_meta else first.device
     ledger = Ledger()
-    comm = _comm_of(options.partition, device)
+    comm = None if options.partition is None else world.current(options.partition, device, _STALL_TIMEOUT_S, "partition")
     streams = comm.streams if comm is not None else _streams_of(model, device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
     place = _place(options, device, streams, ledger, rank)
@@ -211,30 +209,6 @@ def _streams_of(model: nn.Module, device: torch.device) -> Streams:
     """The streams of a sharded model are shared: fewer owners, fewer races."""
     runtime = model.__dict__.get("_zeroshard")
     return runtime.comm.streams if runtime is not None else streams_for(device)
-
-
-def _comm_of(partition: Partition | None, device: torch.device) -> Comm | None:
-    if partition is None or isinstance(partition, Comm):
-        return partition
-    if isinstance(partition, str):
-        return world.current(partition, device, _STALL_TIMEOUT_S)
-    if isinstance(partition, DeviceMesh):
-        if partition.ndim != 1:
-            raise ConfigError(
-                f"partition: expected a 1-D DeviceMesh, got one of shape {tuple(partition.shape)}. Pass the axis whose ranks "
-                f"hold the same activations, e.g. mesh[{(partition.mesh_dim_names or ('tp',))[-1]!r}]."
-            )
-        partition = partition.get_group()
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            "partition: the process group has not been started: call torch.distributed.init_process_group() first."
-        )
-    if not isinstance(partition, dist.ProcessGroup):
-        raise ConfigError(
-            f"partition: expected a DeviceMesh, a process group, a Comm or None, got {type(partition).__name__}. A rank "
-            "outside of a group has none to pass: each rank passes the group that it is in."
-        )
-    return DistComm(partition, device, _STALL_TIMEOUT_S)
 
 
 # -- forwards ------------------------------------------------------------------------------------------------------
@@ -319,7 +293,7 @@ class _Begin:
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
-    compiled = block._compiled_call_impl
+    compiled = block._compiled_call_impl  # of one that torch.compile wraps, its wrapper's is None, and `forward` is what is compiled
     if compiled is None:
         _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
         return

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, did_you_mean
 from ..machine import host_identity
@@ -29,6 +30,7 @@ from .shared import SharedComm
 from .transport import ProcessTransport, ThreadTransport, ThreadWorld
 
 BACKENDS = ("auto", "shared", "dist")
+Choice = Comm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
 _by_group: dict[tuple, tuple[Any, Comm]] = {}  # with the group: its id stays its own
@@ -53,17 +55,21 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def current(choice: str | Comm | None, device: torch.device, stall_timeout_s: float) -> Comm:
+def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
     """The Comm for this rank.
 
-    choice: a Comm, or "auto", "shared", "dist". Raises ConfigError where a launcher's variables are set but the
-    process group has not been started: a world of one by mistake is the costliest of silent errors.
+    choice: a Comm; "auto", "shared", "dist", of all ranks; a process group or 1-D mesh, of its ranks. option: its name, for
+    errors. Raises ConfigError where a launcher's variables are set but the process group has not been started: a world of one by
+    mistake is the costliest of silent errors.
     """
     if isinstance(choice, Comm):
         return choice
+    if choice is not None and not isinstance(choice, str):
+        return _of_group(choice, device, stall_timeout_s, option)
     choice = choice or os.environ.get("ZEROSHARD_COMM") or "auto"
     if choice not in BACKENDS:
-        raise ConfigError(f"comm: expected one of {BACKENDS} or a Comm, got {choice!r}.{did_you_mean(choice, BACKENDS)}")
+        expected = f"one of {BACKENDS}, a process group, a 1-D DeviceMesh or a Comm"
+        raise ConfigError(f"{option}: expected {expected}, got {choice!r}.{did_you_mean(choice, BACKENDS)}")
     if getattr(_local, "comm", None) is not None:
         return _local.comm
     if not (dist.is_available() and dist.is_initialized()):
@@ -77,6 +83,30 @@ def current(choice: str | Comm | None, device: torch.device, stall_timeout_s: fl
         _live.add(_by_group[key][1])
         _hook_failures()
     return _by_group[key][1]
+
+
+def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
+    """Of the ranks of a process group or mesh, each of which calls this."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            axis = (group.mesh_dim_names or ("dp",))[-1]
+            raise ConfigError(
+                f"{option}: expected a 1-D DeviceMesh, got one of shape {tuple(group.shape)}. Pass one axis, e.g. mesh[{axis!r}]."
+            )
+        group = group.get_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{option}: the process group has not been started: call torch.distributed.init_process_group() first."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. A rank "
+            "outside of a group has none to pass: each rank passes the group that it is in."
+        )
+    comm = DistComm(group, device, stall_timeout_s)
+    _live.add(comm)
+    _hook_failures()
+    return comm
 
 
 def _solo(device: torch.device, stall_timeout_s: float) -> Comm:

@@ -148,7 +148,7 @@ class OptimizerCore:
         """One step (collective). Without gradients on any rank: a no-op with a record that says so."""
         runtime = self.runtime
         if runtime.closed:
-            raise ModelClosed("optimizer.step() after zs.close(model).")
+            raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
         runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
@@ -470,7 +470,7 @@ class ShardedOptimizer:
 
     def add_param_group(self, param_group: dict) -> None:
         """Refused: buffers are laid out already."""
-        raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() and shard again.")
+        raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer.")
 
 
 _NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and the inner's own
