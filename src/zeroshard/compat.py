@@ -13,11 +13,13 @@ import torch.utils.checkpoint
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-
 def alone(tensor: torch.Tensor) -> bool:
     """Whether nothing else has the memory of a tensor: no view, no detached alias, no array. False where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return count is not None and count(tensor.untyped_storage()._cdata) == 2  # of the tensor, and of the storage just named
+    owners = getattr(torch._C, "_storage_Use_Count", None)
+    if owners is None:
+        return False
+    fresh = torch.empty(1, device="cpu")
+    return owners(tensor.untyped_storage()._cdata) == owners(fresh.untyped_storage()._cdata)
 
 
 def original(module: torch.nn.Module) -> torch.nn.Module:
