@@ -371,3 +371,21 @@ def test_buffers_that_are_not_persistent_of_a_model_that_was_built_on_meta(fill,
     assert model.table.angles.tolist() == [0, 1, 2]
     if weights:
         assert not differences(model.state_dict(), base.state_dict())
+
+
+def test_states_of_some_tiles_alone_are_refused_by_name(tmp_path):
+    """A tensor of which nobody has a part would be a checkpoint that nobody can load."""
+    model = zs.tile(seeded(lambda: nn.Sequential(nn.Linear(32, 31))), max_bytes=1500)
+    model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+    model(torch.ones(2, 32)).sum().backward()
+    model[0].tiles[1].weight.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(zs.CheckpointError, match=r"optim.state.0.weight.exp_avg: \d+ elements of \(31, 32\).*gradients of all tiles"):
+        zs.save(tmp_path, model, optimizer)
+    assert not list(tmp_path.glob("step-*"))
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zs.load(zs.save(tmp_path, model, optimizer).path, model, optimizer)
+    zs.close(model)

@@ -205,7 +205,7 @@ def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, 
 
 
 def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
-    """The manifest of all ranks' parts. Raises AssertionError where they do not cover every tensor exactly once."""
+    """The manifest of all ranks' parts. Raises CheckpointError where they do not cover every tensor exactly once."""
     files = [FileEntry(p["file"][0], p["file"][1], tuple(p["file"][2])) for p in parts]
     manifest = Manifest(facts, files, {}, {}, parts[0]["ties"])
     frozen: dict[str, Identity] = {}
@@ -225,7 +225,11 @@ def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
     for name, entry in manifest.tensors.items():
         entry.boxes.sort(key=lambda stored: stored.box.offsets)
         covered = sum(stored.box.numel for stored in entry.boxes)
-        assert covered == torch.Size(entry.shape).numel(), f"{name}: {covered} elements of {entry.shape}"
+        if covered != torch.Size(entry.shape).numel():
+            raise CheckpointError(
+                f"zs.save: {name}: {covered:,} elements of {entry.shape}. Of a tiled layer this is what is left where some tiles have "
+                "never been stepped (their p.grad was None): drop the gradients of all tiles of a layer, or of none."
+            )
     return manifest
 
 
