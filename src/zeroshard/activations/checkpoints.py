@@ -293,7 +293,7 @@ class _Begin:
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
-    compiled = block._compiled_call_impl  # of one that torch.compile wraps, its wrapper's is None, and `forward` is what is compiled
+    compiled = block._compiled_call_impl  # None for a wrapper of torch.compile: its `forward` is what is compiled
     if compiled is None:
         _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
         return
