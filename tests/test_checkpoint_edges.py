@@ -583,5 +583,5 @@ def test_closing_a_model_whose_save_failed_leaves_nothing(tmp_path, monkeypatch,
     monkeypatch.setattr(datafile.FileWriter, "finish", raises(MemoryError("mine"), on_rank_1)(datafile.FileWriter.finish))
     before = len(os.listdir("/proc/self/fd"))
     run_threads(2, rank_run)
-    assert names(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == before
+    assert names(tmp_path) == [] and len(os.listdir("/proc/self/fd")) <= before  # less: what an earlier test left
     assert capfd.readouterr().err.count("x was not saved: zs.save: rank 1 failed: MemoryError: mine") == 1

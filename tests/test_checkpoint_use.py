@@ -88,7 +88,10 @@ def test_c12_an_asynchronous_save_has_the_values_of_its_call(places, tmp_path, g
 
 @pytest.mark.limit(120)
 def test_c12_fifty_asynchronous_saves_do_not_grow(tmp_path):
-    """Neither memory, nor files, nor threads, nor descriptors, by two ranks whose parameters and states are offloaded."""
+    """Neither memory, nor files, nor threads, nor descriptors, by two ranks whose parameters and states are offloaded.
+
+    What earlier tests left may go meanwhile, so threads are told apart and less of anything is no fault.
+    """
     model = seeded(lambda: LowRank(128))
     for param in model.parameters():
         param.requires_grad_(True)
@@ -107,14 +110,18 @@ def test_c12_fifty_asynchronous_saves_do_not_grow(tmp_path):
             if number in (9, 49):
                 save.wait()
                 comm.exchange(b"", "both have waited")
-                seen.append((resident(), threading.active_count(), len(os.listdir("/proc/self/fd"))) if rank == 0 else ())
+                seen.append((resident(), set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) if rank == 0 else ())
                 comm.exchange(b"", "rank 0 has looked")
         zs.close(module)
         return seen
 
     before, after = run_threads(2, rank_run)[0]
     assert after[0] < before[0] + (8 << 20), f"{after[0] - before[0]:,} bytes more"
-    assert after[1:] == before[1:]
+    assert after[2] <= before[2]
+    for thread in after[1] - before[1]:
+        assert thread.name == "zeroshard-sign"  # it is not waited for, but has been told to end
+        thread.join(10)
+        assert not thread.is_alive()
     assert names(tmp_path / "run") == ["latest", "step-00000049", "step-00000050"]
 
 
