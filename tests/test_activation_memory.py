@@ -40,7 +40,6 @@ from zeroshard.activations.disk import DiskPlace
 from zeroshard.activations.space import Space
 from zeroshard.activations.store import Passed
 from zeroshard.comm import world
-from zeroshard.comm.dist import DistComm
 from zeroshard.comm.streams import RecordingStreams, Streams
 from zeroshard.launch import free_port, run_processes
 from zeroshard.memory.files import Syscalls

@@ -32,7 +32,6 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard import weights
-from zeroshard.checkpoint import loading
 from zeroshard.comm.base import misuse
 from zeroshard.memory.files import Syscalls
 from zeroshard.memory.ledger import GATHERED
@@ -274,25 +273,6 @@ def test_an_error_while_reading_on_the_way_changes_nothing(world, pair, monkeypa
         zs.close(model)
 
     run_threads(world, rank_run)
-
-
-def test_where_there_is_no_memory_everything_is_verified_before(pair, monkeypatch):
-    expected, seen = read_checkpoint(pair, 2)[0], []
-    plain = loading.weights.stage
-    monkeypatch.setattr(loading.weights, "stage", lambda *arguments: seen.append("staged") or plain(*arguments))
-
-    def rank_run(rank: int) -> None:
-        model, optimizer = build("tied", seed=5)
-        for nbytes, staged in ((None, 2), (1 << 40, 4), (1000, 4)):
-            monkeypatch.setattr(loading, "available_nbytes", lambda nbytes=nbytes: nbytes)
-            runtime_of(model).comm.exchange(b"", "set")
-            zs.load(pair, model, optimizer)
-            assert len(seen) == staged
-            runtime_of(model).comm.exchange(b"", "seen")
-            assert_equal(snapshot(model, optimizer), expected)
-        zs.close(model)
-
-    run_threads(2, rank_run)
 
 
 # -- B10: something else -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_slow_disk_of_one_rank_is_waited_for(where, asynchronous, tmp_path, mo
     run_threads(3, rank_run)
 
 
-@pytest.mark.parametrize("verify, where", [(True, (bulk.Bulk, "run")), ("before", (opening, "check_digests"))], ids=["read", "verify"])
+@pytest.mark.parametrize("verify, where", [(True, (bulk.Bulk, "read")), ("before", (opening, "check_digests"))], ids=["read", "verify"])
 def test_a_slow_disk_is_waited_for_in_a_load(verify, where, tmp_path, monkeypatch, impatient):
     def rank_run(rank: int) -> None:
         model, optimizer = made(STALL_S)

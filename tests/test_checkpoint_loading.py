@@ -146,7 +146,7 @@ def on_rank(rank: int, action, error: Exception):
 
 
 @pytest.mark.parametrize(("module", "name", "error"), [
-    (weights, "stage", MemoryError("no room")), (restoring, "stage", torch.OutOfMemoryError("no room\nmore")),
+    (weights, "note", MemoryError("no room")), (restoring.Restoring, "note", torch.OutOfMemoryError("no room\nmore")),
     (opening, "check_sizes", PermissionError(errno.EACCES, "Permission denied", "/x/manifest.json")),
     (opening, "open_own", EOFError("Ran out of input")), (opening, "check_digests", RuntimeError("no reader")),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
@@ -317,8 +317,8 @@ def test_a_save_in_the_background_that_failed_is_told_by_the_next_save(tmp_path,
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("owner", "name", "verify"), [
     (opening.Manifest, "read", True), (opening, "check_sizes", True), (opening, "check_digests", "before"),
-    (opening, "open_own", False), (loading._Loading, "compare", False), (bulk.Bulk, "run", True), (weights, "stream", "before"),
-    (restoring, "restore", "before"),
+    (opening, "open_own", False), (loading._Loading, "compare", False), (bulk.Bulk, "read", True), (weights, "stream", "before"),
+    (restoring.Restoring, "put", "before"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_the_next_is_taken_where_one_is_removed_while_it_is_read(owner, name, verify, world, tmp_path, monkeypatch):
     expected = save_pair(tmp_path)

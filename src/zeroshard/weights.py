@@ -45,7 +45,6 @@ EXPANDED = "the model's is expanded, so that its rows share memory, and those st
 _CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
 
 
-Maker = Callable[[int, torch.dtype], Tensor]  # (numel, dtype) -> (numel,), on the host
 
 
 class Bulk(Protocol):
@@ -249,39 +248,25 @@ def stream(
     for group, index, at in _found(runtime, found):
         place = group.place(index) if group.values.sharded and group.master is None else None
         if place is None:
-            _put(group, index, _read(group, index, at, None))
+            _put(group, index, _read(group, index, at))
         else:
             at.read(group.homes[index].start, place)
     for buffer in others_of(runtime.model)[0]:
         if (at := buffer.stored_in(stored)) is not None:
-            buffer.put(_read_buffer(buffer.tensor, at, None))
+            buffer.put(_read_buffer(buffer.tensor, at))
     runtime.comm.fence_read()
     if computed:
         give_computed(runtime.model, read_computed(runtime.model, stored))
 
 
-@torch.no_grad()
-def stage(
-    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk, make: Maker = empty
-) -> Callable[[], None]:
-    """The same in two steps, without those: notes what to read; what is returned puts it into place once it has been (collective).
-
-    make: of the tensors to read into.
-    """
-    values = [(group, index, _read(group, index, at, bulk, make)) for group, index, at in _found(runtime, found)]
-    places = ((buffer, buffer.stored_in(stored)) for buffer in others_of(runtime.model)[0])
-    buffers = [(buffer, _read_buffer(buffer.tensor, at, bulk)) for buffer, at in places if at is not None]
-
-    @torch.no_grad()
-    def put() -> None:
-        runtime.comm.fence_write()
-        for group, index, value in values:
-            _put(group, index, value)
-        for buffer, value in buffers:
-            buffer.put(value)
-        runtime.comm.fence_read()
-
-    return put
+def note(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk) -> None:
+    """Tell `bulk` what `stream` will read, and `read_computed`."""
+    for group, index, at in _found(runtime, found):
+        _read(group, index, at, bulk)
+    for buffer in others_of(runtime.model)[0]:
+        if (at := buffer.stored_in(stored)) is not None:
+            _read_buffer(buffer.tensor, at, bulk)
+    read_computed(runtime.model, stored, bulk)
 
 
 def _found(runtime: Runtime, found: dict[str, StoredTensor]) -> Iterator[tuple[ParamGroup, int, StoredTensor]]:
@@ -291,26 +276,28 @@ def _found(runtime: Runtime, found: dict[str, StoredTensor]) -> Iterator[tuple[P
                 yield group, index, found[spec.name]
 
 
-def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None, make: Maker = empty) -> Tensor:
+def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None = None) -> Tensor:
     """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
-        value, start = make(math.prod(at.shape), at.dtype), 0
-    else:
-        exact = group.master is not None and at.dtype != spec.dtype
-        value, start = make(home.stop - home.start, torch.float32 if exact else spec.dtype), home.start
+        return _filled(math.prod(at.shape), at.dtype, at, 0, bulk)
+    exact = group.master is not None and at.dtype != spec.dtype
+    return _filled(home.stop - home.start, torch.float32 if exact else spec.dtype, at, home.start, bulk)
+
+
+def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None = None) -> Tensor:
+    return _filled(buffer.numel(), buffer.dtype, at, 0, bulk).view(buffer.shape)
+
+
+def _filled(numel: int, dtype: torch.dtype, at: StoredTensor, start: int, bulk: Bulk | None) -> Tensor:
+    """Elements [start, start + numel). bulk: only tell it."""
+    value = empty(numel, dtype, "cpu" if bulk is None else "meta")
     at.read(start, value) if bulk is None else at.read(start, value, bulk)
     return value
 
 
-def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None) -> Tensor:
-    value = torch.empty(buffer.numel(), dtype=buffer.dtype, device="cpu")
-    at.read(0, value) if bulk is None else at.read(0, value, bulk)
-    return value.view(buffer.shape)
-
-
 def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
-    """What is stored of tensors that hooks compute for the state dict, by name there."""
+    """What is stored of tensors that hooks compute for the state dict, by name there. bulk: only tell it what will be read."""
     wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
     return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
 

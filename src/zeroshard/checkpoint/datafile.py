@@ -155,20 +155,11 @@ class Ring:
                 self._free.get_nowait()
                 self.count -= 1
 
-    @contextlib.contextmanager
-    def lent(self, count: int) -> Iterator[list[Tensor]]:
-        """So many buffers, which are free, for something else. Those that had to be made for it are given back."""
-        before, buffers = self.count, []
-        try:
-            for _ in range(count):
-                if not self._free.qsize():
-                    self.grow(self.count + 1)
-                buffers.append(self._free.get_nowait())
-            yield buffers
-        finally:
-            for buffer in buffers:
-                self.give(buffer)
-            self.release(before)
+    def borrow(self) -> Tensor | None:
+        """A buffer that is free, for something else; `give` it back. None where there is none."""
+        with contextlib.suppress(queue.Empty):
+            return self._free.get_nowait()
+        return None
 
     def take(self, go_on: Callable[[], bool]) -> Tensor | None:
         """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""
@@ -184,7 +175,7 @@ class Ring:
                 pass
 
     def give(self, buffer: Tensor) -> None:
-        """Back from the writer."""
+        """Back from the writer, or from who borrowed it."""
         self._free.put(buffer)
 
     @property

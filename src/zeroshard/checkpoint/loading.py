@@ -3,9 +3,9 @@
     find -> read the manifest -> compare names and shapes -> read slices, verify checksums -> put them into place
 
 Nothing is changed before all but the last have passed on every rank. Each rank reads its own slices (of replicated states:
-the whole), once: into the buffers of saves in the background, where there have been some, else into fresh tensors. Where
-states rest on another tier there is no memory for that: then everything is verified before (ranks share the files), and
-slices are read into place some MiB at a time.
+the whole): states that there are no tensors for into fresh ones, all else into the buffers of saves, as far as there is room
+(room.py), from where it goes into place; what did not stay there is read twice. Where states rest on another tier everything
+is verified before (ranks share the files), and slices are read into place some MiB at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
+from torch import nn
 
 from .. import weights
 from ..config import Tier
@@ -37,9 +36,7 @@ from ..errors import (
     did_you_mean,
 )
 from ..machine import ranks_here
-from ..memory.aligned import empty
 from ..memory.host import available_nbytes
-from ..memory.ledger import OPTIMIZER
 from ..optim import restoring
 from ..optim.restoring import SavedState
 from ..optim.sharded import OptimizerCore
@@ -48,12 +45,12 @@ from ..tiles import part_of
 from . import contents as holding
 from . import folder as places
 from . import modules
-from .bulk import Bulk, Kept
-from .datafile import BUFFER_NBYTES, Ring
+from .bulk import Bulk
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
 from .opening import LOOKS, agreed, check_digests, hinted, open_any, removed
+from .room import Room
 from .saving import check_idle, core_of, saver_of
 from .stored import Reading, Stored
 from .together import raise_first, telling
@@ -62,10 +59,6 @@ _CHUNK_NUMEL = 1 << 20  # elements compared at a time
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
-
-
-# put values, and optimizer states, into place (collective); what has been read of tensors that hooks compute
-Ready = tuple[Callable[[], None], Callable[[], None], Callable[[], dict[str, Tensor]]]
 
 
 @dataclass
@@ -101,11 +94,11 @@ def load(
         optimizer: the model's; None: optimizer states stay as they are.
         extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned. One with a
             `check_state_dict(state)` (zs.ShardedSampler) is asked first, and what it raises, nothing having changed, all raise.
-        verify: compare all checksums before anything is changed. True: on the way into the buffers of saves (those in the
-            background have enough of them), else into fresh tensors, where host memory has room for a second copy of this
-            rank's parameters (and of the optimizer states that there are); "before": by reading everything once before (ranks
-            share the work), in the memory of some buffers. So does True where there is no room, or where states rest on
-            another tier. False: compare sizes alone.
+        verify: compare all checksums before anything is changed. True: while everything is read for the first time. What is
+            not to be changed yet stays in the buffers of saves in the background, or (where host memory has room, and makes
+            it faster than the disk reads) in others, until all ranks have done; the rest is read, and verified, once more.
+            "before": by reading everything once before (ranks share the work); so does True where states rest on another
+            tier. False: compare sizes alone.
         rng: restore random generators: exactly at the same number of ranks; else every rank is seeded anew from what rank 0
             had, and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
@@ -127,16 +120,18 @@ def load(
     core = _agree(runtime, path, optimizer, name, verify)
     _await_save(runtime)
     for looks in range(LOOKS, 0, -1):
-        opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, in_bulk=verify is True)
-        loading = _Loading(runtime, core, opened)
-        try:
-            extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
-            loading.check_base()
-            loading.put()
-            break
-        except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
-            if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
-                raise
+        with ExitStack() as held:
+            in_bulk = partial(_bulk_of, held, runtime, core) if verify is True else None
+            opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, in_bulk=in_bulk)
+            loading = _Loading(runtime, core, opened)
+            try:
+                extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
+                loading.check_base()
+                loading.put()
+                break
+            except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
+                if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
+                    raise
     how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(opened.path, opened.step, opened.facts, extras, how)
 
@@ -173,10 +168,18 @@ def _await_save(runtime: Runtime) -> None:
             last.told = False
 
 
-def _has(nbytes: int) -> bool:
-    """Whether there is so much free host memory, as far as is known."""
-    available = available_nbytes()
-    return available is None or nbytes <= available
+def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
+    """What reads tensors of a checkpoint of ours, and has begun to where this rank's are probably those of one file."""
+    bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
+    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.comm.world_size:
+        bulk.ahead(folder / manifest.files[runtime.comm.rank].name)
+    return bulk
+
+
+def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
+    """Whether all that a checkpoint has is read, so that it is verified on the way, and goes to the device."""
+    tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
+    return tiers == {Tier.DEVICE} and (core is not None or holding.GROUPS not in manifest.objects)
 
 
 class _Loading:
@@ -191,7 +194,8 @@ class _Loading:
         self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
-        self.kept: Kept | None = None  # where what is to be put into place has been read to
+        self.reading = Reading()
+        self.restoring: restoring.Restoring | None = None
 
     # -- compare ---------------------------------------------------------------------------------------------
 
@@ -405,12 +409,9 @@ class _Loading:
 
     def put(self) -> None:
         """Read everything and bring it into place (collective). After an error in place the model refuses to run."""
-        with ExitStack() as lent:
-            self._put(self.stage(lent))
-
-    def _put(self, ready: Ready | None) -> None:
+        self.verify()
         try:
-            self.take(ready)
+            self.take()
         except BaseException as error:
             ours, alone = isinstance(error, ZeroshardError), self.comm.world_size == 1
             what = str(error) if ours else f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -426,23 +427,65 @@ class _Loading:
             raise
         self.runtime.unusable = ""
 
+    def verify(self) -> None:
+        """Read all that is needed and verify it, or verify everything (collective). Raises CheckpointCorrupt, CheckpointError."""
+        bulk, path, comm = self.opened.bulk, self.opened.path, self.comm
+        if bulk is None:
+            return
+        if not _all_wanted(self.runtime, self.core, bulk.manifest):
+            agreed(comm, "zs.load: checksums", lambda: check_digests(path, bulk.manifest, comm.rank, comm.world_size), path)
+            return
+
+        def read() -> None:
+            taken = self._note(bulk)
+            available = available_nbytes()
+            most = sys.maxsize if available is None else int(available / ranks_here(comm.world_size) / _SPARE) - taken
+            self.reading.kept = hinted(path, partial(bulk.read, most))
+
+        agreed(comm, "zs.load: reading", read, path)
+
+    def _note(self, bulk: Bulk) -> int:
+        """Tell what will be read; bytes of host memory that fresh states take."""
+        weights.note(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
+        taken, on_host = 0, self.comm.device.type == "cpu"
+
+        def has(nbytes: int) -> bool:
+            nonlocal taken
+            if on_host:
+                available = available_nbytes()
+                taken = nbytes if available is None or _SPARE * ranks_here(self.comm.world_size) * nbytes <= available else 0
+                return taken == nbytes
+            return _SPARE * nbytes <= torch.cuda.mem_get_info(self.comm.device)[0]
+
+        if self.core is not None:
+            self._restore().note(bulk, has)
+        return taken
+
+    def _restore(self) -> restoring.Restoring:
+        """What brings optimizer states into place."""
+        if self.restoring is None:
+            guard = self.reading.guard
+            states = {key: SavedState(guard(state.tensors), state.scalars) for key, state in self.states.items()}
+            self.restoring = restoring.Restoring(self.core, states)  # type: ignore[arg-type]
+        return self.restoring
+
     @torch.no_grad()
-    def take(self, ready: Ready | None) -> None:
-        """Bring everything into place: what has been read and verified, or (None) reading it now (collective)."""
-        runtime = self.runtime
+    def take(self) -> None:
+        """Bring everything into place: what has been read, or reading it now (collective)."""
+        runtime, reading = self.runtime, self.reading
         if self.core is not None:
             self.core.drain()
         runtime.settle()
         runtime.drop_gradients()
-        reading = Reading(self.kept)
-        put_values, put_states, computed = ready or self._one_by_one(reading)
-        put_values()
-        refused = modules.give_back(runtime.model, self.opened, computed(), reading, self.comm.rank)
+        found, stored = reading.guard(self.found), reading.guard(self.opened.model)
+        weights.stream(runtime, found, stored, False)  # type: ignore[arg-type]
+        computed = weights.read_computed(runtime.model, stored)
+        refused = modules.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
         if self.core is not None:
-            put_states()
+            self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
                 taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken})
@@ -455,76 +498,6 @@ class _Loading:
         for rank, (_, words) in enumerate(everyone):
             if words is not None:
                 raise refused if refused is not None and rank == self.comm.rank else CheckpointError(words)
-
-    def _one_by_one(self, reading: Reading) -> Ready:
-        states = {key: SavedState(reading.guard(state.tensors), state.scalars) for key, state in self.states.items()}
-        found, stored, runtime = reading.guard(self.found), reading.guard(self.opened.model), self.runtime
-        put_values = partial(weights.stream, runtime, found, stored, False)  # type: ignore[arg-type]
-        put_states = partial(restoring.restore, self.core, states, write_over=True)  # type: ignore[arg-type]
-        return put_values, put_states, lambda: weights.read_computed(runtime.model, stored)
-
-    def stage(self, lent: ExitStack) -> Ready | None:
-        """Read and verify everything, or verify it alone, as there is memory (collective). Raises CheckpointCorrupt.
-
-        lent: holds the buffers that what has been read stays in. None: it is to be read (from there) into place.
-        """
-        bulk, path = self.opened.bulk, self.opened.path
-        if bulk is None:
-            return None
-        whole = self._all_wanted(bulk.manifest)
-        ring = saver_of(self.runtime).ring
-        if whole and self._agree("memory that saves use", ring.free * BUFFER_NBYTES >= self._nbytes()):
-            agreed(self.comm, "zs.load: what to read", lambda: self._note(bulk, torch.device("meta")), path)
-            count = bulk.buffers_to_keep()
-            if self._agree("memory that saves use", count <= ring.free):
-                read = lambda: bulk.keep(lent.enter_context(ring.lent(count)))  # noqa: E731
-                self.kept = agreed(self.comm, "zs.load: reading", lambda: hinted(path, read), path)
-                return None
-            bulk.wanted = {}
-        if whole and self._fits(ring):
-            ready = agreed(self.comm, "zs.load: memory to read into", lambda: self._note(bulk, self.comm.device), path)
-            agreed(self.comm, "zs.load: reading", lambda: hinted(path, lambda: bulk.run(ring)), path)
-            return ready
-        ranks = (self.comm.rank, self.comm.world_size)
-        agreed(self.comm, "zs.load: checksums", lambda: check_digests(path, bulk.manifest, *ranks), path)
-        return None
-
-    def _note(self, bulk: Bulk, device: torch.device) -> Ready:
-        """Note what is to be read, into fresh tensors. device: of the states; "meta": no tensors are made."""
-        make = (lambda numel, dtype: empty(numel, dtype, device)) if device.type == "meta" else empty
-        put_values = weights.stage(self.runtime, self.found, self.opened.model, bulk, make)  # type: ignore[arg-type]
-        computed = weights.read_computed(self.runtime.model, self.opened.model, bulk)
-        put_states = (lambda: None) if self.core is None else restoring.stage(self.core, self.states, bulk, device)
-        return put_values, put_states, lambda: computed
-
-    def _all_wanted(self, manifest: Manifest) -> bool:
-        """Whether all that the checkpoint has is read, so that it is verified on the way, and goes to the device."""
-        tiers = {self.runtime.config.offload_param.tier, self.runtime.config.offload_optimizer.tier}
-        return tiers == {Tier.DEVICE} and (self.core is not None or holding.GROUPS not in manifest.objects)
-
-    def _nbytes(self) -> int:
-        """Of parameters and states on this rank."""
-        values = sum(4 * (g.layout.shard_numel if g.values.sharded else g.layout.numel) for g in self.runtime.groups)
-        return values + self._states_nbytes()
-
-    def _states_nbytes(self) -> int:
-        return self.runtime.ledger.now[OPTIMIZER] if self.core is not None else 0
-
-    def _fits(self, ring: Ring) -> bool:
-        """Whether every rank has memory to spare for a second copy (collective); buffers of saves are given back for it."""
-        states, device, ranks = self._states_nbytes(), self.comm.device, ranks_here(self.comm.world_size)
-        on_host = device.type == "cpu"
-        wanted = int(_SPARE * ranks * (self._nbytes() - states * (not on_host)))
-        fits = _has(wanted)
-        if not self._agree("memory", fits):
-            ring.release()
-            self.comm.exchange(b"", "zs.load: memory given back")
-            fits = _has(wanted)
-        return self._agree("memory", fits and (on_host or _SPARE * states <= torch.cuda.mem_get_info(device)[0]))
-
-    def _agree(self, what: str, mine: bool) -> bool:
-        """Whether it is so on every rank (collective)."""
-        return all(self.comm.exchange(b"1" if mine else b"", f"zs.load: {what}"))
 
     def _take_own(self) -> None:
         runtime, own = self.runtime, self.opened.progress

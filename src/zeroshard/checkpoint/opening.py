@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,6 +160,19 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     } | {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
 
 
+def ask_for_small(folder: Path, manifest: Manifest) -> None:
+    """Have the system begin to read the small blocks, all of them: they will be read soon. What goes wrong shows then."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    numbers: dict[str, list[int]] = {}
+    for name, number in _small_blocks(manifest):
+        numbers.setdefault(name, []).append(number)
+    for name, wanted in numbers.items():
+        with suppress(OSError), open(folder / name, "rb", buffering=0) as file:
+            for number in wanted:
+                os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
+
+
 def _is_counter(manifest: Manifest, name: str) -> bool:
     """Whether it is an optimizer state that is not one value an element."""
     if not name.startswith(holding.STATE):
@@ -237,13 +251,15 @@ class Alone:
 
 def open_any(
     comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
-    verify: bool = True, trusted: bool = False, values: bool = True, in_bulk: bool = False,
+    verify: bool = True, trusted: bool = False, values: bool = True,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None,
 ) -> Opened:  # fmt: skip
     """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
 
     Where a run removes what was found while it is looked at, the next is taken.
 
-    in_bulk: tensors will be read and verified by `Opened.bulk`, or verified with `check_digests`: they are not beforehand.
+    in_bulk: makes, of what the manifest says, that which will read and verify tensors (`Opened.bulk`), or they will be verified
+        with `check_digests`: they are not here.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -269,16 +285,22 @@ def open_any(
 
 
 def _open_found(
-    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool, in_bulk: bool
-) -> Opened:
+    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None,
+) -> Opened:  # fmt: skip
     """One of ours, checked (collective)."""
     manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
     ranks = (comm.rank, comm.world_size)
+    bulk = None
+    if in_bulk is not None:
+        ask_for_small(folder, manifest)  # before any rank reads ahead: they would wait behind that
     agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
+    if in_bulk is not None:
+        bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
     if verify:
-        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, in_bulk), folder)
+        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, bulk is not None), folder)
     opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values), folder)
-    opened.bulk = Bulk(folder, manifest) if verify and in_bulk else None
+    opened.bulk = bulk
     return opened
 
 

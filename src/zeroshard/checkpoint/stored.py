@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..boxes import Box
-from ..errors import CheckpointCorrupt
+from ..errors import CheckpointCorrupt, OffloadIOError
 from ..tiles import Part
 from ..weights import Bulk, StoredTensor
 from .folder import MANIFEST
@@ -105,12 +105,12 @@ class StoredPart:
 class Reading:
     """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use.
 
-    kept: what has been read of a checkpoint of ours: nothing is read again.
+    kept: what has been read of a checkpoint of ours.
     """
 
     def __init__(self, kept: Bulk | None = None) -> None:
         self.kept = kept
-        self.error: OSError | None = None
+        self.error: Exception | None = None
 
     def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """The same tensors, whose errors are kept here."""
@@ -130,12 +130,14 @@ class _Guarded:
     def shape(self) -> tuple[int, ...]:
         return self.stored.shape
 
-    def read(self, start: int, out: Tensor) -> None:
-        if self.reading.error is None:
+    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
+        if bulk is not None:
+            self.stored.read(start, out, bulk)
+        elif self.reading.error is None:
             kept = self.reading.kept
             try:
                 self.stored.read(start, out) if kept is None else self.stored.read(start, out, kept)
-            except OSError as error:
+            except (OSError, OffloadIOError, CheckpointCorrupt) as error:
                 self.reading.error = error
 
 

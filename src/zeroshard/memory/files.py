@@ -292,6 +292,7 @@ class Handle:
         self._tensor: Tensor | None = tensor  # held until the request is done
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
         self._pieces = 0  # not yet done
+        self.ended = 0.0  # by time.monotonic, when it is done
         self._failure: tuple[int, int, str] | None = None  # offset, errno, what
         self._lock, self._over, self._process = threading.Lock(), threading.Event(), os.getpid()
 
@@ -328,6 +329,7 @@ class Handle:
         except OSError as error:  # of cutting or closing a file whose last user this request was
             self._fail(self._file.nbytes, error.errno or EIO, "closing")
         finally:
+            self.ended = time.monotonic()
             self._over.set()
 
 

@@ -80,49 +80,62 @@ class TensorReader:
         out.copy_(self.values[start - self.first : start - self.first + out.numel()])
 
 
-@torch.no_grad()
-def restore(core: Core, states: dict[int, SavedState], write_over: bool = False) -> None:
-    """Replace all states. states: by id of the parameter; one that is not there is as before its first step.
-
-    write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
-        What is read must not be those.
-    """
-    runs = list(_runs(core, states))
-    spare = _spare(core, runs) if write_over else {}
-    _forget(core)
-    for number, run, given in runs:
-        core.runs[number].append(run)
-        if isinstance(run.states, ColumnStates):
-            _fill_columns(run, run.states, given)
-        elif entries := _entries(core, number, run, given, None, core.comm.device, spare.get(id(run))):
-            run.states.save(entries)
-    core.states_changed()
+def restore(core: Core, states: dict[int, SavedState]) -> None:
+    """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
+    Restoring(core, states).put()
 
 
-@torch.no_grad()
-def stage(core: Core, states: dict[int, SavedState], bulk: Any, device: torch.device) -> Callable[[], None]:
-    """The same in two steps, for states on the device: notes what is to be read; what is returned replaces the states then.
+class Restoring:
+    """States on their way into runs. `note` what will be read, or not; then `put`."""
 
-    device: of the tensors to read into: the states'; "meta" only notes.
-    """
-    made = [(number, run, _entries(core, number, run, given, bulk, device)) for number, run, given in _runs(core, states)]
+    def __init__(self, core: Core, states: dict[int, SavedState]) -> None:
+        self.core, self.runs = core, list(_runs(core, states))
+        self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that are being filled
 
-    def put() -> None:
-        _forget(core)
-        for number, run, entries in made:
+    @torch.no_grad()
+    def note(self, bulk: Any, has: Callable[[int], bool]) -> None:
+        """Tell `bulk` what to read: into fresh tensors, for states that no memory waits for; others will be asked for by `put`.
+
+        has: whether there is so much memory to spare on the device, bytes; else all are asked for by `put`.
+        """
+        device, spare = self.core.comm.device, _spare(self.core, self.runs)
+        wanted = [(run, given, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
+        fresh = [(run, reader) for run, _, key, reader in wanted if key not in spare[id(run)]]
+        room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
+        for run, given, key, reader in wanted:
+            waits = not room or key in spare[id(run)]
+            value = empty(run.numel, state_dtype(run.group, reader.dtype), "meta" if waits else device)
+            _fill(self.core, run, given, key, value, bulk)
+            if not waits:
+                self._made.setdefault(id(run), {})[key] = value
+
+    @torch.no_grad()
+    def put(self, write_over: bool = False) -> None:
+        """Replace all states.
+
+        write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
+            What is read must not be those.
+        """
+        core = self.core
+        spare = _spare(core, self.runs) if write_over else {}
+        core.begin_write()
+        for run in (run for runs in core.runs for run in runs):
+            run.states.clear()
+        core.runs = [[] for _ in core.runs]
+        for number, run, given in self.runs:
             core.runs[number].append(run)
+            if isinstance(run.states, ColumnStates):
+                _fill_columns(run, run.states, given)
+                continue
+            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
+            made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
+            for key, reader in given[0].tensors.items():
+                entries[key] = made.get(key)
+                if entries[key] is None:
+                    entries[key] = _filled(core, run, given, key, state_dtype(run.group, reader.dtype), old.get(key))
             if entries:
                 run.states.save(entries)
         core.states_changed()
-
-    return put
-
-
-def _forget(core: Core) -> None:
-    core.begin_write()
-    for run in (run for runs in core.runs for run in runs):
-        run.states.clear()
-    core.runs = [[] for _ in core.runs]
 
 
 def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
@@ -173,25 +186,24 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
     return found
 
 
-def _entries(
-    core: Core, number: int, run: Run, given: list[SavedState], bulk: Any, device: torch.device,
-    spare: dict[str, Tensor] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """The states of a run on a device. number: of the optimizer's group. spare: tensors to take for some of them."""
-    entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
-    for key, reader in given[0].tensors.items():
-        entries[key] = (spare or {}).get(key)
-        if entries[key] is None:
-            entries[key] = empty(run.numel, state_dtype(run.group, reader.dtype), device)
+def _filled(core: Core, run: Run, given: list[SavedState], key: str, dtype: torch.dtype, value: Tensor | None) -> Tensor:
+    """A state of a run on a device, of `value`'s memory if there is one."""
+    if value is None:
+        value = empty(run.numel, dtype, core.comm.device)
+    _fill(core, run, given, key, value, None)
+    return value
+
+
+def _fill(core: Core, run: Run, given: list[SavedState], key: str, value: Tensor, bulk: Any) -> None:
+    """Read a state of all parameters of a run into `value` (run.numel,). bulk: later."""
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
         at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
-        for key, reader in state.tensors.items():
-            place, padding = entries[key][at:end].split((stop - start, end - at - stop + start))
-            padding.zero_()
-            reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
-    return entries
+        place, padding = value[at:end].split((stop - start, end - at - stop + start))
+        padding.zero_()
+        reader = state.tensors[key]
+        reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
