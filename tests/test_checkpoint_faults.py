@@ -63,7 +63,15 @@ def no_room_for_the_list(patch: pytest.MonkeyPatch) -> int:
 
     plain = places.write_whole
     patch.setattr(places, "write_whole", write)
+    patch.setattr(writing, "_SMALL_NBYTES", 0)  # as if it were long
     return errno.EDQUOT
+
+
+def no_room_for_the_layout(patch: pytest.MonkeyPatch) -> int:
+    """Which rank 0 does not know yet."""
+    plain = writing.Writing._open
+    patch.setattr(writing.Writing, "_open", lambda self: (plain(self)[0], []))
+    return no_room_for_the_list(patch)
 
 
 def at_the_end(name: str, number: int) -> Callable[[pytest.MonkeyPatch], int]:
@@ -116,6 +124,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], int]] = {
     "full on every rank": lambda patch: no_space((0, 1), patch),
     "full on one rank": lambda patch: no_space((1,), patch),
     "quota": no_room_for_the_list,
+    "quota, layout": no_room_for_the_layout,
     "read-only": read_only,
     "broken device": broken_device,
     "vanished": vanishing,
@@ -172,7 +181,7 @@ def check_write_error(error: Exception | None, number: int, root: Path, name: st
     assert error.errno == number and errno.errorcode[number] in str(error)
     assert Path(error.path) == root or root in Path(error.path).parents
     assert error.free > 0 and f"{error.free:,} are free" in str(error)
-    if name in ("full on every rank", "full on one rank", "quota", "broken device"):
+    if name in ("full on every rank", "full on one rank", "quota", "quota, layout", "broken device"):
         assert error.needed > 1000 and f"{error.needed:,} bytes are needed" in str(error)
 
 

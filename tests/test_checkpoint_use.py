@@ -1,5 +1,6 @@
 """zs.save and zs.load as they are used: names, `latest`, what is kept, extras, saving beside training, and torch's own tools."""
 
+import contextlib
 import gc
 import json
 import os
@@ -25,7 +26,8 @@ from offloading import tiers
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
-from zeroshard.checkpoint import datafile
+from zeroshard.checkpoint import datafile, writing
+from zeroshard.checkpoint import folder as places
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
 
@@ -442,3 +444,51 @@ def test_torch_lists_it(foreign):
     shape = metadata.state_dict_metadata["model.prime"].size
     assert tuple(shape) == tuple(saved.weights["prime"].shape)
     assert metadata.planner_data["optim.state.prime.exp_avg"] == ("optim", "state", "prime", "exp_avg")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("small_nbytes", [0, 1 << 16], ids=["by files", "by messages"])
+def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, asynchronous, tmp_path, monkeypatch):
+    """States that come, no optimizer, a save that fails after it was told: what is loaded is what was saved."""
+    told: list[str] = []
+    write = places.write_whole
+    monkeypatch.setattr(places, "write_whole", lambda path, content: (told.append(path.name), write(path, content))[1])
+    monkeypatch.setattr(writing, "_SMALL_NBYTES", small_nbytes)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("mine")
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        comm = runtime_of(model).comm
+
+        def save(name: str, optimizer, tells: bool) -> None:
+            comm.exchange(b"", "begin")
+            told.clear()
+            comm.exchange(b"", "none yet")
+            zs.save(tmp_path, model, optimizer, name=name, asynchronous=asynchronous).wait()
+            comm.exchange(b"", "all have saved")
+            assert sorted(n for n in told if n.endswith("tensors.json")) == [f"rank-{r:05d}.tensors.json" for r in range(2) if tells]
+            expected = snapshot(model, optimizer)
+            zs.load(tmp_path, model, optimizer, name=name)
+            assert_equal(snapshot(model, optimizer), expected)
+
+        save("a", optimizer, True)
+        save("b", optimizer, False)
+        train(model, optimizer, rank, BATCHES[:1])
+        save("c", optimizer, True)
+        save("d", optimizer, False)
+        save("e", None, True)
+        save("f", optimizer, True)
+        with monkeypatch.context() if rank == 0 else contextlib.nullcontext() as patch:
+            if rank == 0:
+                patch.setattr(writing.listing, "join", fail)
+            comm.exchange(b"", "armed")
+            with pytest.raises(zs.CheckpointError, match="mine"):
+                zs.save(tmp_path, model, None, name="g", asynchronous=asynchronous).wait()
+            comm.exchange(b"", "failed")
+        save("g", None, False)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert {name for name in names(tmp_path / "d") if name.endswith("json")} == {"manifest.json"}

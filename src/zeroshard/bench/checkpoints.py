@@ -4,8 +4,9 @@
 
 A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
 page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
-alive and take turns; large ones, of which two would not fit side by side: one contender after the other. In each round all
-ranks also save in the background, write as many bytes with the file engine, in bulk, and copy their states once in memory.
+alive and take turns; large ones, of which two would not fit side by side: one contender after the other. Before each save its
+ranks write about as many bytes with the file engine, in bulk, so that it does not wait for what the disk still has to do for the one
+before; ours do it again after the save. In each round all ranks also save in the background, and copy their states once in memory.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Kept:
     lost_s: list[float] = field(default_factory=list)  # by which such a save and the step after it are longer than a step
     first_stall_s: float = 0.0  # of the very first, whose buffers nobody has touched
     copy_s: list[float] = field(default_factory=list)  # one memory copy of a rank's states
-    engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, in the same round
+    engine_nbytes_per_s: list[float] = field(default_factory=list)  # of all ranks, mean of before and after the save
     nbytes: int = 0
     extra_nbytes: int = 0  # resident memory beyond that before the save, of the largest rank
 
@@ -126,9 +127,10 @@ def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, l
         for kept in group:
             teams[kept.contender.name] = Team(kept.contender, workload, log_dir)
             _guarded(kept, teams, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
+        nbytes = states_nbytes(workload)
         for index in range(rounds):
             for kept in group[index % len(group) :] + group[: index % len(group)]:
-                _guarded(kept, teams, lambda team: _take_turn(kept, team, folder / kept.contender.name))
+                _guarded(kept, teams, lambda team: _take_turn(kept, team, folder / kept.contender.name, nbytes))
             say(f"  round {index + 1} of {rounds} done")
     finally:
         for team in teams.values():
@@ -145,15 +147,29 @@ def _guarded(kept: Kept, teams: dict[str, Team], action: Callable[[Team], object
         teams.pop(kept.contender.name)
 
 
-def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
-    """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves."""
+def states_nbytes(workload: Workload) -> int:
+    """Of parameters and two states of Adam, in fp32."""
+    from zeroshard.bench.workload import build_model
+
+    model = build_model(dataclasses.replace(workload, meta=True))
+    return 12 * sum(param.numel() for param in model.parameters())
+
+
+def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
+    """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves. nbytes: about those saved."""
     os.sync()
     path = str(folder)
+    before = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
+    os.sync()
     begin = time.monotonic()
     extra = team.ask("save", path)
     os.sync()
     kept.save_s.append(time.monotonic() - begin)
     kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *extra)
+    if kept.contender.kind == "zs":
+        after = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
+        kept.engine_nbytes_per_s.append((before + after) / 2)
+        os.sync()
     drop_page_cache()
     begin = time.monotonic()
     team.ask("load", path)
@@ -171,7 +187,6 @@ def _take_turn(kept: Kept, team: Team, folder: Path) -> None:
         os.sync()
     if kept.contender.kind == "zs":
         kept.copy_s.append(max(team.ask("copy_states")))
-        kept.engine_nbytes_per_s.append(bandwidth(team.ask("write_bulk", kept.nbytes // team_size(team))))
 
 
 def team_size(team: Team) -> int:

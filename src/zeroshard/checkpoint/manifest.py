@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: what is in it and the checksums of its files, as JSON that any tool can read.
 
-Each rank writes a *part* about its data file (rank-00000.json); rank 0 joins the parts to `manifest.json` and to DCP's
-`.metadata`, and removes them. docs/checkpoint-format.md is the specification.
+Each rank tells rank 0 which tensors lie where in its data file, where that is not as in the last save, and (a *part*) what else
+there is to say about it. Rank 0 joins that to `manifest.json` and to DCP's `.metadata`. docs/checkpoint-format.md is the
+specification.
 """
 
 from __future__ import annotations
@@ -81,32 +82,19 @@ class Manifest:
     frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of its Identity
     scalars: list[str] | None = None
 
-    def to_json(self) -> bytes:
-        """The file's content: its last entry is the XXH3-64 of all before it."""
-        body = {
-            "format": FORMAT,
-            "version": VERSION,
-            **self.facts,
-            "digest": DIGEST,
-            "digest_nbytes": DIGEST_NBYTES,
-            "files": [vars(file) for file in self.files],
-            "tensors": {
-                name: {
-                    "dtype": str(t.dtype).removeprefix("torch."),
-                    "shape": t.shape,
-                    "keys": t.keys,
-                    "boxes": [(b.file, b.data, b.offset, b.nbytes, b.box.offsets, b.box.sizes) for b in t.boxes],
-                }
-                for name, t in sorted(self.tensors.items())
-            },
+    def to_json(self, tensors: str | None = None) -> bytes:
+        """The file's content: its last entry is the XXH3-64 of all before it. tensors: their JSON, where it is known."""
+        files = [vars(file) for file in self.files]
+        head = {"format": FORMAT, "version": VERSION, **self.facts, "digest": DIGEST, "digest_nbytes": DIGEST_NBYTES, "files": files}
+        tail = {
             "objects": {name: (o.file, o.offset, o.nbytes) for name, o in sorted(self.objects.items())},
             "ties": self.ties,
             "frozen": self.frozen,
+            **({} if self.scalars is None else {"scalars": self.scalars}),
         }
-        if self.scalars is not None:
-            body["scalars"] = self.scalars
-        text = json.dumps(body, separators=(",", ":"))
-        return f'{text[:-1]},"checksum":"{xxhash.xxh3_64_hexdigest(text[:-1].encode())}"}}\n'.encode()
+        tensors = _json(_tensors_json(self.tensors)) if tensors is None else tensors
+        text = f'{_json(head)[:-1]},"tensors":{tensors},{_json(tail)[1:-1]}'
+        return f'{text},"checksum":"{xxhash.xxh3_64_hexdigest(text.encode())}"}}\n'.encode()
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
@@ -145,6 +133,22 @@ class Manifest:
     def nbytes(self) -> int:
         """Of all data files."""
         return sum(file.nbytes for file in self.files)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _tensors_json(tensors: dict[str, TensorEntry]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "shape": t.shape,
+            "keys": t.keys,
+            "boxes": [(b.file, b.data, b.offset, b.nbytes, b.box.offsets, b.box.sizes) for b in t.boxes],
+        }
+        for name, t in sorted(tensors.items())
+    }
 
 
 def _check_kind(path: Path, body: dict[str, Any]) -> None:
@@ -190,8 +194,8 @@ def _check_places(path: Path, manifest: Manifest) -> None:
             raise CheckpointCorrupt(str(path), 0, f"boxes of the {shape.numel():,} elements of {name}", f"of {covered:,}")
 
 
-def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
-    """What a rank tells about its file. extra: ties, identities, keys of scalars."""
+def tensors_of(layout: FileLayout) -> bytes:
+    """What a rank tells about the tensors in its file: the same as long as the layout is."""
     tensors: dict[str, Any] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
@@ -199,30 +203,51 @@ def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, 
             place.name, {"dtype": str(place.dtype), "shape": place.shape, "keys": place.keys, "boxes": []}
         )
         entry["boxes"].append((blob.data, blob.offset, blob.nbytes, blob.box.offsets, blob.box.sizes))
+    return _json(tensors).encode()
+
+
+def part_of(layout: FileLayout, name: str, digests: list[str], extra: dict[str, Any]) -> bytes:
+    """And about all else. extra: ties, identities, keys of scalars."""
     objects = {key: (offset, len(value)) for key, offset, value in layout.objects}
-    part = {"file": [name, layout.nbytes, digests], "tensors": tensors, "objects": objects, **extra}
-    return json.dumps(part, separators=(",", ":")).encode()
+    return _json({"file": [name, layout.nbytes, digests], "objects": objects, **extra}).encode()
 
 
-def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
-    """The manifest of all ranks' parts. Raises CheckpointError where they do not cover every tensor exactly once."""
-    files = [FileEntry(p["file"][0], p["file"][1], tuple(p["file"][2])) for p in parts]
-    manifest = Manifest(facts, files, {}, {}, parts[0]["ties"])
-    frozen: dict[str, Identity] = {}
-    for number, part in enumerate(parts):
-        for name, t in part["tensors"].items():
+class Listed:
+    """What does not change between saves of the same layouts: tensors of all ranks, as entries and as JSON, and DCP's `.metadata`.
+
+    digests: XXH3-64 of what each rank told (`tensors_of`).
+    """
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.text = "{}"
+        self._metadata, self._metadata_of = b"", ()
+
+    def take(self, digests: list[str], told: list[bytes]) -> None:
+        """Of new layouts. Raises CheckpointError where ranks do not cover every tensor exactly once."""
+        self.digests, self.tensors = [], _join(told)
+        self.text, self._metadata_of = _json(_tensors_json(self.tensors)), ()
+        self.digests = digests
+
+    def metadata(self, manifest: Manifest) -> bytes:
+        """Which takes longer to make than to write."""
+        files = [file.name for file in manifest.files]
+        made_of = (self.digests, files, manifest.objects, manifest.ties)
+        if self._metadata_of != made_of:
+            self._metadata, self._metadata_of = _metadata_of(manifest, files), made_of
+        return self._metadata
+
+
+def _join(told: list[bytes]) -> dict[str, TensorEntry]:
+    tensors: dict[str, TensorEntry] = {}
+    for number, part in enumerate(told):
+        for name, t in json.loads(part).items():
             dtype = getattr(torch, t["dtype"].removeprefix("torch."))
-            entry = manifest.tensors.setdefault(name, TensorEntry(dtype, tuple(t["shape"]), tuple(t["keys"]), []))
+            entry = tensors.setdefault(name, TensorEntry(dtype, tuple(t["shape"]), tuple(t["keys"]), []))
             for data, offset, nbytes, at, sizes in t["boxes"]:
                 entry.boxes.append(StoredBox(number, data, offset, nbytes, Box(tuple(at), tuple(sizes))))
-        for name, (offset, nbytes) in part["objects"].items():
-            manifest.objects[name] = ObjectEntry(number, offset, nbytes)
-        for name, entry in part["frozen"].items():
-            identity = Identity(*entry)
-            frozen[name] = frozen[name] + identity if name in frozen else identity
-    manifest.scalars = sorted({key for part in parts for key in part["scalars"]})
-    manifest.frozen = {name: list(astuple(identity)) for name, identity in frozen.items()}
-    for name, entry in manifest.tensors.items():
+    for name, entry in tensors.items():
         entry.boxes.sort(key=lambda stored: stored.box.offsets)
         covered = sum(stored.box.numel for stored in entry.boxes)
         if covered != torch.Size(entry.shape).numel():
@@ -230,29 +255,34 @@ def join(parts: list[dict[str, Any]], facts: dict[str, Any]) -> Manifest:
                 f"zs.save: {name}: {covered:,} elements of {entry.shape}. Of a tiled layer this is what is left where some tiles have "
                 "never been stepped (their p.grad was None): drop the gradients of all tiles of a layer, or of none."
             )
+    return tensors
+
+
+def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
+    """The manifest of what all ranks told."""
+    read = [json.loads(part) for part in parts]
+    files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]
+    manifest = Manifest(facts, files, listed.tensors, {}, read[0]["ties"])
+    frozen: dict[str, Identity] = {}
+    for number, part in enumerate(read):
+        for name, (offset, nbytes) in part["objects"].items():
+            manifest.objects[name] = ObjectEntry(number, offset, nbytes)
+        for name, entry in part["frozen"].items():
+            identity = Identity(*entry)
+            frozen[name] = frozen[name] + identity if name in frozen else identity
+    manifest.scalars = sorted({key for part in read for key in part["scalars"]})
+    manifest.frozen = {name: list(astuple(identity)) for name, identity in frozen.items()}
     return manifest
 
 
-@dataclass
-class Listed:
-    """DCP's `.metadata` of the last save, which takes longer to make than to write, and what it was made of."""
-
-    made_of: tuple = ()
-    content: bytes = b""
-
-
-def write(folder: Path, manifest: Manifest, last: Listed) -> None:
+def write(folder: Path, manifest: Manifest, listed: Listed) -> None:
     """Write `.metadata` and then `manifest.json`, for good."""
-    files = [file.name for file in manifest.files]
-    made_of = (files, manifest.tensors, manifest.objects, manifest.ties)
-    if last.made_of != made_of:
-        last.made_of, last.content = made_of, _metadata_of(manifest, files)
-    metadata, path = last.content, folder / ".metadata"
+    metadata, path = listed.metadata(manifest), folder / ".metadata"
     path.write_bytes(metadata)
     sync(path)
     digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
     manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
-    write_whole(folder / MANIFEST, manifest.to_json())
+    write_whole(folder / MANIFEST, manifest.to_json(listed.text))
 
 
 def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:

@@ -14,7 +14,6 @@ that a rank is alive; where the filesystem has no locks that all ranks see, the 
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from ..config import Tier
 from ..errors import CheckpointError, CheckpointWriteError, OffloadIOError, ZeroshardError
@@ -45,6 +45,7 @@ from .identity import identify
 from .together import telling, together
 
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
+_SMALL_NBYTES = 1 << 16  # so much of each rank is told to all, rather than through a file
 _SIGN_S = 1.0  # between two signs of life where there are no locks
 
 
@@ -111,12 +112,15 @@ class Saver:
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
+        self.tensors, self.digest = b"", ""  # what is told about the layout's tensors, and its XXH3-64
         self._layout: FileLayout | None = None
 
     def layout(self, contents: Contents) -> FileLayout:
         """As of the last save where nothing has changed its place."""
         if self._layout is None or self._layout.places != contents.places:
             self._layout = FileLayout.of(contents)
+            self.tensors = listing.tensors_of(self._layout)
+            self.digest = xxhash.xxh3_64_hexdigest(self.tensors)
         return self._layout.with_objects(contents.objects)
 
     def await_copy(self) -> None:
@@ -180,6 +184,7 @@ class Writing:
         self.layout: FileLayout | None = None
         self.writer: FileWriter | None = None
         self.extra: dict[str, Any] = {}
+        self.digests: list[str] = []  # of the ranks' layouts
         self.mark: Any = None  # in the order of the device's work: the state that is saved
 
     def run(self) -> Save:
@@ -188,12 +193,15 @@ class Writing:
             optimizer = self.runtime.optimizer
             if optimizer is not None:
                 optimizer.core.drain()
-            self._together("making the files", self._open)
+            opened = self._together("making the files", self._open)
+            self.digests = [digest for digest, _ in opened]
+            if opened[0][1] != self.digests:
+                self._together("telling what is in them", self._tell_tensors)
             if self.plan.asynchronous:
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
             else:
-                self._together("writing", self._copy_and_write)
-                self._together("completing", self._publish if self.draft is not None else lambda: None)
+                parts = self._together("writing", self._copy_and_write)
+                self._together("completing", (lambda: self._publish(parts)) if self.draft is not None else lambda: None)
         except BaseException:
             self._give_up()
             raise
@@ -235,8 +243,8 @@ class Writing:
         if held is not None:
             os.close(held)
 
-    def _open(self) -> None:
-        """What there is to be written, and the file with all its space."""
+    def _open(self) -> tuple[str, list[str] | None]:
+        """What there is to be written, and the file with all its space; digest of the layout, and of those that rank 0 knows."""
         self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only)
         self.layout = layout = self._with_extras(self.saver.layout(self.contents))
         asynchronous = self.plan.asynchronous
@@ -245,6 +253,11 @@ class Writing:
             self.held = places.hold(self.file) if asynchronous else None
         ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
         self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
+        return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
+
+    def _tell_tensors(self) -> None:
+        with self._write_errors():
+            places.write_whole(self._file_of(self.comm.rank, "tensors.json"), self.saver.tensors)
 
     def _write_errors(self) -> Any:
         nbytes = self.layout.nbytes if self.layout is not None else 0
@@ -280,28 +293,41 @@ class Writing:
         self.writer.fill(self.contents, blobs)
         return locked
 
-    def _file_of(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank:05d}.distcp"
+    def _file_of(self, rank: int, suffix: str = "distcp") -> Path:
+        return self.folder / f"rank-{rank:05d}.{suffix}"
 
-    def _copy_and_write(self) -> None:
+    def _copy_and_write(self) -> bytes:
+        """This rank's part; b"" where it is so large that it is in a file."""
         self._copy()
-        self._write()
+        return self._write(_SMALL_NBYTES)
 
-    def _write(self) -> None:
-        """End this rank's part."""
+    def _write(self, small_nbytes: int) -> bytes:
+        """End this rank's file, and tell about it: what is returned, or is in a file of its own."""
         assert self.writer is not None and self.layout is not None
         with self._write_errors():
             self.writer.finish()
             part = listing.part_of(self.layout, self.file.name, self.writer.digests, self.extra)
-            places.write_whole(self.folder / f"{self.stem}.json", part)
+            if len(part) <= small_nbytes:
+                return part
+            places.write_whole(self._file_of(self.comm.rank, "json"), part)
+        return b""
 
-    def _publish(self) -> None:
-        """Rank 0, when all parts are there: the manifest, the name, and the removal of what is not to be kept."""
+    def _publish(self, parts: list[bytes]) -> None:
+        """Rank 0, when all data is there: the manifest, the name, and the removal of what is not to be kept.
+
+        parts: by rank; b"": in its file.
+        """
         assert self.draft is not None
+        listed, ranks = self.saver.listed, range(self.comm.world_size)
         with write_errors(self.folder, 0, "rank 0: completing a checkpoint"):
-            names = [self.folder / f"rank-{rank:05d}.json" for rank in range(self.comm.world_size)]
-            manifest = listing.join([json.loads(name.read_bytes()) for name in names], self._facts())
-            listing.write(self.folder, manifest, self.saver.listed)
+            if listed.digests != self.digests:
+                names = [self._file_of(rank, "tensors.json") for rank in ranks]
+                listed.take(self.digests, [name.read_bytes() for name in names])
+                for name in names:
+                    name.unlink()
+            names = [self._file_of(rank, "json") for rank in ranks if not parts[rank]]
+            whole = [parts[rank] or self._file_of(rank, "json").read_bytes() for rank in ranks]
+            listing.write(self.folder, listing.join(whole, self._facts(), listed), listed)
             for name in names:
                 name.unlink()
             self.draft.publish(self.plan.overwrite)
@@ -362,11 +388,11 @@ class Writing:
             self._copy_rest(save)
             if not self.locked:
                 threading.Thread(target=self._sign, args=(ended,), name="zeroshard-sign", daemon=True).start()
-            self._write()
+            self._write(0)
             if self.draft is not None:
                 with write_errors(self.folder, 0, "rank 0: waiting for the other ranks' parts"):
                     self._meet()
-                self._publish()
+                self._publish([b""] * self.comm.world_size)
         except BaseException as error:
             self._fail(save, error)
         finally:
