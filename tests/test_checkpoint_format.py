@@ -114,10 +114,12 @@ def test_must_1_a_manifest_makes_a_checkpoint(tmp_path):
 def test_must_2_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
     """fsync of each file behind its last write, of the folder behind the last file, then the rename, then fsync of the root."""
     events: list[tuple[str, str]] = []
+    nbytes: dict[str, int] = {}
     plain_sync, plain_rename = os.fsync, os.rename
 
     def fsync(fd: int) -> None:
         events.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
+        nbytes[Path(events[-1][1]).name] = os.fstat(fd).st_size
         plain_sync(fd)
 
     def rename(source, target) -> None:
@@ -132,6 +134,7 @@ def test_must_2_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
     names = [name.name for name in synced]
     for file in path.iterdir():
         assert any(file.name == name or name.startswith(f".{file.name}.") for name in names), f"{file.name} not in {names}"
+        assert nbytes.get(file.name, file.stat().st_size) == file.stat().st_size, f"{file.name} was cut behind its fsync"
     folder = max(number for number, name in enumerate(synced) if name.name.startswith(".x.") and name.parent == tmp_path)
     assert folder == len(synced) - 1 and ("sync", str(tmp_path)) in events[named:]
     zs.close(model)

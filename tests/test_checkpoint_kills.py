@@ -405,9 +405,9 @@ def test_b03_over_a_network_a_round_trip_and_a_call_by_one_rank_only(seen):
 
 
 def test_c13_a_load_takes_a_few_buffers_beside_the_model(seen):
-    """Not a second copy of what is loaded (201 MB here), or (verified on the way) one, and what is read at a time."""
+    """Not a second copy of what is loaded (201 MB here), or (verified on the way) one at most, and what is read at a time."""
     nbytes, before, on_the_way, _ = seen["memory"]
-    assert nbytes == 48 * 4 << 20 and before < 40 << 20 and nbytes < on_the_way < nbytes + (60 << 20), seen["memory"]
+    assert nbytes == 48 * 4 << 20 and before < 40 << 20 and on_the_way < nbytes + (60 << 20), seen["memory"]
 
 
 def test_a_save_takes_its_buffers_beside_the_model(seen):

@@ -5,8 +5,9 @@
 A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
 page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
 alive and take turns; large ones, of which two would not fit side by side: one contender after the other. Before each save its
-ranks write about as many bytes with the file engine, in bulk, so that it does not wait for what the disk still has to do for the one
-before; ours do it again after the save. In each round all ranks also save in the background, and copy their states once in memory.
+ranks write about as many bytes with the file engine, in bulk; ours do it again after the save. The disk has half a second before
+each of these, so that none waits for what it still has to do for the one before (as after a file has been removed). In each round
+all ranks also save in the background, and copy their states once in memory.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SIZES = {  # name -> shape, whether contenders take turns
     "500M": (ModelShape(dim=1536, layers=17, heads=12), False),
 }
 ROUNDS = 3
+_SETTLE_S = 0.5
 ENGINE_GOAL, DCP_GOAL, DEEPSPEED_GOAL, STALL_GOAL = 0.9, 0.8, 0.5, 1.2
 
 
@@ -157,19 +159,20 @@ def states_nbytes(workload: Workload) -> int:
 
 def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves. nbytes: about those saved."""
-    os.sync()
     path = str(folder)
+    _settle()
     before = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
-    os.sync()
+    _settle()
     begin = time.monotonic()
     extra = team.ask("save", path)
     os.sync()
     kept.save_s.append(time.monotonic() - begin)
     kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *extra)
     if kept.contender.kind == "zs":
+        _settle()
         after = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
         kept.engine_nbytes_per_s.append((before + after) / 2)
-        os.sync()
+    _settle()
     drop_page_cache()
     begin = time.monotonic()
     team.ask("load", path)
@@ -187,6 +190,12 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
         os.sync()
     if kept.contender.kind == "zs":
         kept.copy_s.append(max(team.ask("copy_states")))
+
+
+def _settle() -> None:
+    """What was written is on the disk, and what was removed is forgotten."""
+    os.sync()
+    time.sleep(_SETTLE_S)
 
 
 def team_size(team: Team) -> int:

@@ -38,6 +38,7 @@ from .contents import Contents, Place
 from .dcp import ALIGN, frame
 
 BUFFER_NBYTES = 16 << 20
+FIRST_NBYTES = 4 << 20  # of the first buffer of a save that is waited for: the disk is idle until then
 ROTATING = 4  # buffers of a save that is waited for
 DIGEST_NBYTES = 1 << 20
 
@@ -196,7 +197,7 @@ class FileWriter:
 
         eager: write while `fill` copies; else when it has ended, or has run out of buffers, so that nothing competes with it.
         """
-        self.layout, self.engine, self.ring = layout, engine, ring
+        self.layout, self.engine, self.ring, self.eager = layout, engine, ring, eager
         self.file = open_file(path, layout.nbytes, create=True, reserve=True)
         self.digests: list[str] = []
         self.error: Exception | None = None  # why nothing more is written
@@ -243,6 +244,7 @@ class FileWriter:
         self._thread.join()
         try:
             if self.error is None:
+                self.file.trim()
                 self.file.sync()
         except OffloadIOError as error:
             self.error = error
@@ -305,7 +307,7 @@ class _Filling:
     def __init__(self, writer: FileWriter) -> None:
         self.writer, self.base, self.end = writer, 0, 0  # [base, end) of the file is in the buffer
         self.buffer: Tensor | None = None
-        self.memory = memoryview(b"")
+        self.memory, self.room = memoryview(b""), 0  # of the buffer; how much of it is used
         self.pending: list = []
 
     def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
@@ -319,7 +321,7 @@ class _Filling:
             if not self._room():
                 return False
             at = self.end - self.base
-            count = min((BUFFER_NBYTES - at) // size, segment.box.numel - done)
+            count = min((self.room - at) // size, segment.box.numel - done)
             target = self.buffer[at : at + count * size].view(place.dtype)
             self.pending.append(source.read(begin + done, target))
             done += count
@@ -331,7 +333,7 @@ class _Filling:
             if not self._room():
                 return False
             at = self.end - self.base
-            part = value[: BUFFER_NBYTES - at]
+            part = value[: self.room - at]
             self.memory[at : at + len(part)] = part
             self.end += len(part)
             value = value[len(part) :]
@@ -339,13 +341,14 @@ class _Filling:
 
     def _room(self) -> bool:
         """See that there is a buffer with space."""
-        if self.buffer is not None and self.end - self.base < BUFFER_NBYTES:
+        if self.buffer is not None and self.end - self.base < self.room:
             return True
         self.emit()
         self.buffer = self.writer.ring.take(self.writer.go_on)
         if self.buffer is None or self.writer.error is not None:
             return False
         self.memory, self.base = bytes_of(self.buffer), self.end
+        self.room = min(FIRST_NBYTES, BUFFER_NBYTES) if self.writer.eager and self.base == 0 else BUFFER_NBYTES
         return True
 
     def settle(self) -> None:
