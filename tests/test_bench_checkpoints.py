@@ -12,7 +12,7 @@ from zeroshard.bench.plan import Contender, ModelShape
 @pytest.mark.limit(120)
 def test_a_tiny_race_of_checkpoints(tmp_path, monkeypatch, capsys, forked_teams):
     tiny = ModelShape(vocab_size=64, seq_len=16, dim=32, layers=2, heads=2)
-    monkeypatch.setattr(checkpoints, "SIZES", {"tiny": (tiny, True)})
+    monkeypatch.setattr(checkpoints, "SIZES", {"tiny": (tiny, True, 5)})
     monkeypatch.setattr(checkpoints, "drop_page_cache", lambda: False)  # other tests are running
     arguments = ["--path", str(tmp_path), "--sizes", "tiny", "--rounds", "2", "--only", "zs3,fsdp2"]
     assert checkpoints.main([*arguments, "--json", str(tmp_path / "numbers.json")]) == 0

@@ -412,7 +412,7 @@ class Memory:
 
 
 @pytest.mark.parametrize(("seconds", "pace", "windows"), [
-    (0.016, 1e-9, 12), (0.064, 1e-9, 0), (0.064, 3e-9, 12), (60.0, None, 12), (0.0, 1e-12, 12),
+    (0.016, 1e-9, 12), (0.032, 1e-9, 0), (0.032, 2e-9, 12), (60.0, None, 12), (0.0, 1e-12, 12),
 ])  # fmt: skip
 def test_a_buffer_is_made_where_that_is_faster_than_to_read_it_twice(seconds, pace, windows, monkeypatch):
     memory = Memory(monkeypatch, seconds)

@@ -1,6 +1,6 @@
 """Checkpoints: saving and loading beside torch.distributed.checkpoint with FSDP2 and DeepSpeed, to the same disk in one run.
 
-    python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds 3]
+    python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds N]
 
 A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
 page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
@@ -34,11 +34,10 @@ from zeroshard.bench.sheets import PLAIN, WARNING, Sheet, number
 from zeroshard.bench.team import Team, TeamFailed
 
 CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
-SIZES = {  # name -> shape, whether contenders take turns
-    "34M": (ModelShape(), True),
-    "500M": (ModelShape(dim=1536, layers=17, heads=12), False),
+SIZES = {  # name -> shape, whether contenders take turns, rounds: the less there is to do the more a moment's trouble weighs
+    "34M": (ModelShape(), True, 9),
+    "500M": (ModelShape(dim=1536, layers=17, heads=12), False, 3),
 }
-ROUNDS = 3
 _SETTLE_S = 0.5
 ENGINE_GOAL, DCP_GOAL, DEEPSPEED_GOAL, STALL_GOAL = 0.9, 0.8, 0.5, 1.2
 
@@ -104,21 +103,21 @@ class Kepts:
 
 
 def run(
-    path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int = ROUNDS, log_dir: Path | None = None,
+    path: str, sizes: tuple[str, ...] = tuple(SIZES), rounds: int | None = None, log_dir: Path | None = None,
     say: Callable[[str], None] = print, only: tuple[str, ...] = (),
 ) -> list[Kepts]:  # fmt: skip
-    """Measure in a folder of `path`, which is removed afterwards."""
+    """Measure in a folder of `path`, which is removed afterwards. rounds: None: as many as each size wants."""
     results = []
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="zeroshard-bench-"))
     for size in sizes:
-        shape, turns = SIZES[size]
+        shape, turns, usual = SIZES[size]
         workload = Workload(shape=shape, sequences=1, swap_path=path)
         kept = [Kept(c, missing_reason(c, workload)) for c in CONTENDERS if not only or c.name in only]
-        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kept)}, {rounds} rounds")
+        say(f"checkpoints of {size}: {', '.join(k.contender.name for k in kept)}, {rounds or usual} rounds")
         with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=path, ignore_cleanup_errors=True) as folder:
             groups = [kept] if turns else [[k] for k in kept]
             for group in groups:
-                _measure([k for k in group if k.skipped is None], workload, rounds, Path(folder), log_dir / size, say)
+                _measure([k for k in group if k.skipped is None], workload, rounds or usual, Path(folder), log_dir / size, say)
         results.append(Kepts(size, shape, kept, drop_page_cache()))
     return results
 
@@ -252,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.checkpoints", description=__doc__.splitlines()[0])
     parser.add_argument("--path", required=True, help="folder on a local disk")
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{size}: {usual}" for size, (*_, usual) in SIZES.items()))
     parser.add_argument("--only", default="", help="contenders, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)

@@ -131,7 +131,7 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
     mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
 
     def check() -> int:
-        total, buffer, at = 0, memoryview(bytearray(_READ_NBYTES)), 0
+        total, buffer, at = 0, memoryview(bytearray(min(_READ_NBYTES, len(mine) * DIGEST_NBYTES))), 0
         per_read = _READ_NBYTES // DIGEST_NBYTES
         while at < len(mine):
             file, first = mine[at]

@@ -19,7 +19,7 @@ from ..memory.aligned import ALIGN, round_up
 from .datafile import BUFFER_NBYTES, DIGEST_NBYTES, Ring
 
 WINDOW_NBYTES, SLOTS = 4 * DIGEST_NBYTES, 8  # of one read; of memory that goes round
-_WORTH = 2.0  # to make memory may take so many times as long as to read as much: it saves one read, and goes on beside another
+_WORTH = 1.0  # to make memory may take so many times as long as to read as much once more, which is what it saves
 _SLACK_S = 0.005  # nothing is told by less
 _PASSING = SLOTS * WINDOW_NBYTES // BUFFER_NBYTES  # buffers
 
