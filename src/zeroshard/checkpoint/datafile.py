@@ -244,7 +244,6 @@ class FileWriter:
         self._thread.join()
         try:
             if self.error is None:
-                self.file.trim()
                 self.file.sync()
         except OffloadIOError as error:
             self.error = error

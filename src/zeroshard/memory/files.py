@@ -94,18 +94,10 @@ class File:
         if end > self.end:
             self._state["longer"] = os.getpid()
 
-    def trim(self) -> None:
-        """Cut the file on disk to its size, as `close` does, when nothing is under way: then `sync` is the last that it needs."""
-        try:
-            if self._state["longer"] == os.getpid():
-                os.ftruncate(self.fd, self.end)
-                self._state["longer"] = 0
-        except OSError as error:
-            raise OffloadIOError(self.path, self.end, error.errno or EIO, "cutting") from None
-
     def sync(self) -> None:
-        """Return when what was written has reached the device for good (fsync)."""
+        """Return when what was written, of which nothing is under way, and the size are on the device for good (fsync)."""
         try:
+            _cut(self.fd, self.end, self._state)
             os.fsync(self.fd)
         except OSError as error:
             raise OffloadIOError(self.path, 0, error.errno or EIO, "fsync") from None
@@ -122,10 +114,15 @@ class File:
         return f"File({self.path!r}, {self.nbytes} bytes, {'direct' if self.direct else 'buffered'})"
 
 
+def _cut(fd: int, end: int, state: dict[str, int]) -> None:
+    if state["longer"] == os.getpid():
+        os.ftruncate(fd, end)
+        state["longer"] = 0
+
+
 def _shut(fd: int, end: int, state: dict[str, int]) -> None:
     try:
-        if state["longer"] == os.getpid():
-            os.ftruncate(fd, end)
+        _cut(fd, end, state)
     finally:
         os.close(fd)
 
