@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk, loading
+from zeroshard.checkpoint import bulk, loading, opening
 from zeroshard.checkpoint import room as room_module
 from zeroshard.checkpoint.datafile import BUFFER_NBYTES, FileWriter, Ring
 from zeroshard.checkpoint.room import SLOTS, WINDOW_NBYTES, Room
@@ -515,3 +515,73 @@ def test_what_was_begun_ends_with_a_load_that_is_refused(tmp_path):
         zs.close(model)
 
     run_threads(2, rank_run)
+
+
+class Apart(nn.Module):
+    """Extra states that are tensors, one before and one behind some MiB; a buffer whose rows share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = State(), State()
+        self.layer = nn.Linear(900, 900)
+        self.register_buffer("wide", torch.arange(400_000.0))
+        self.register_buffer("rows", torch.arange(300_000.0).expand(3, 300_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+class State(nn.Module):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.arange(200_000.0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert torch.equal(state, torch.arange(200_000.0))
+
+
+@pytest.mark.parametrize("verify", [True, "before"])
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 2)])
+def test_damage_is_told_as_damage_whoever_would_have_read_it_first(worlds, verify, tmp_path):
+    """In each MiB of every file: extra states that lie apart, expanded buffers, plain values."""
+
+    def made() -> tuple:
+        module = seeded(Apart)
+        return zs.shard(module, torch.optim.AdamW(module.parameters()), stage=3)
+
+    def write(rank: int) -> None:
+        model, optimizer = made()
+        model(torch.ones(2, 900)).backward()
+        optimizer.step()
+        zs.save(tmp_path, model, optimizer, name="x")
+        zs.close(model)
+
+    run_threads(worlds[0], write)
+    files = [(path, path.read_bytes()) for path in sorted((tmp_path / "x").glob("*.distcp"))]
+    places = [(path, content, at) for path, content in files for at in range(777, len(content), 1 << 20)]
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = made()
+        comm = runtime_of(model).comm
+        for path, content, at in places:
+            if rank == 0:
+                path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
+            comm.exchange(b"", "damaged")
+            with pytest.raises(CheckpointCorrupt, match=path.name):
+                zs.load(tmp_path, model, optimizer, verify=verify)
+            if rank == 0:
+                path.write_bytes(content)
+            comm.exchange(b"", "mended")
+        zs.load(tmp_path, model, optimizer, verify=verify)
+        zs.close(model)
+
+    run_threads(worlds[1], rank_run)
+    assert len(places) > 15
+
+
+def test_blocks_that_lie_apart_are_all_compared(tmp_path, monkeypatch):
+    """Not as many from the first on."""
+    seen = []
+    monkeypatch.setattr(opening, "_check_blocks", lambda path, digests, offset, *rest: seen.append((offset >> 20, len(digests))) or 0)
+    file = opening.FileEntry("a", 20 << 20, tuple(f"{n:016x}" for n in range(20)))
+    opening._check(tmp_path, [(file, number) for number in (0, 1, 3, 7, 8, 9, 10, 11, 19)])
+    assert seen == [(0, 2), (3, 1), (7, 4), (11, 1), (19, 1)]

@@ -173,11 +173,16 @@ class Buffer:
         """Where it is stored; None: nowhere."""
         return next((stored[name] for name in self.names if name in stored), None)
 
+    @property
+    def expanded(self) -> bool:
+        """Whether rows share memory."""
+        return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
+
     def refuses(self, at: Any) -> bool:
-        """Whether it is expanded, so that rows share memory, and what is stored has other values in each."""
-        if self.tensor.is_meta or distinct(self.tensor, self.tensor).shape == self.tensor.shape:
+        """Whether it is expanded, and what is stored has other values in each."""
+        if not self.expanded:
             return False
-        value = _read_buffer(self.tensor, at, None)
+        value = _read_buffer(self.tensor, at)
         return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
 
     def put(self, value: Tensor) -> None:
@@ -234,6 +239,11 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTens
     if problems:
         raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
     return found
+
+
+def names_of_expanded(model: nn.Module) -> list[str]:
+    """All names of buffers whose rows share memory."""
+    return [name for buffer in others_of(model)[0] if buffer.expanded for name in buffer.names]
 
 
 @torch.no_grad()

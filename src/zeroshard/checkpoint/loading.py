@@ -49,7 +49,7 @@ from .bulk import Bulk
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
-from .opening import LOOKS, agreed, check_digests, hinted, open_any, removed
+from .opening import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .room import Room
 from .saving import check_idle, core_of, saver_of
 from .stored import Reading, Stored
@@ -258,7 +258,10 @@ class _Loading:
         return False
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
-        model, ties = self.opened.model, self.opened.ties
+        model, ties, bulk = self.opened.model, self.opened.ties, self.opened.bulk
+        if bulk is not None:  # these are read to be compared
+            stored = [f"{holding.MODEL}{name}" for name in weights.names_of_expanded(self.runtime.model)]
+            check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
         problems = modules.compare(self.runtime.model, model, missing, mismatched, used)
         same = {first for alias, first in ties.items() if alias in used} | ties.keys()
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]

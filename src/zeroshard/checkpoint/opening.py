@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from . import folder as places
 from .bulk import Bulk
 from .datafile import DIGEST_NBYTES
 from .foreign import RECOGNISED, open_foreign, recognise
-from .manifest import Manifest
+from .manifest import FileEntry, Manifest
 from .opened import Opened, Untrusted
 from .stored import Stored, stored_tensors
 from .together import together
@@ -124,19 +124,25 @@ def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: i
 
     small: only of those with plain values and numbers, which are read one by one; `Bulk` sees to the others.
     """
-    blocks = [(file, number) for file in manifest.files for number in range(len(file.digests))]
-    if small:
-        wanted = _small_blocks(manifest)
-        blocks = [(file, number) for file, number in blocks if (file.name, number) in wanted]
-    mine = blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size]
+    wanted = _small_blocks(manifest) if small else None
+    blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
+    return _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
 
+
+def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare the checksums of all blocks of some tensors, which are about to be read one by one. Raises CheckpointCorrupt."""
+    wanted = _blocks(manifest, [(b.file, b.offset, b.nbytes) for name in names for b in manifest.tensors[name].boxes])
+    _check(folder, [(f, n) for f in manifest.files for n in range(len(f.digests)) if (f.name, n) in wanted])
+
+
+def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> int:
     def check() -> int:
-        total, buffer, at = 0, memoryview(bytearray(min(_READ_NBYTES, len(mine) * DIGEST_NBYTES))), 0
+        total, buffer, at = 0, memoryview(bytearray(min(_READ_NBYTES, len(blocks) * DIGEST_NBYTES))), 0
         per_read = _READ_NBYTES // DIGEST_NBYTES
-        while at < len(mine):
-            file, first = mine[at]
+        while at < len(blocks):
+            file, first = blocks[at]
             count = 1
-            while count < per_read and at + count < len(mine) and mine[at + count][0] is file:
+            while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
                 count += 1
             digests = file.digests[first : first + count]
             total += _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
@@ -153,11 +159,17 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     for name, entry in manifest.tensors.items():
         if torch.Size(entry.shape).numel() <= 1 or weights.is_extra_state(name) or _is_counter(manifest, name):
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
+    metadata = {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
+    return _blocks(manifest, stretches) | metadata
+
+
+def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tuple[str, int]]:
+    """(file, number) of every block with bytes of (number of a file, offset, nbytes)."""
     return {
         (manifest.files[file].name, number)
         for file, offset, nbytes in stretches
         for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
-    } | {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
+    }
 
 
 def ask_for_small(folder: Path, manifest: Manifest) -> None:
