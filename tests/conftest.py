@@ -17,6 +17,7 @@ import pytest
 import torch
 from offloading import emptied, strict_devices
 
+from zeroshard.comm import world
 from zeroshard.launch import share_imports
 
 
@@ -141,3 +142,9 @@ def forked_teams(monkeypatch):
     if "forkserver" in multiprocessing.get_all_start_methods():
         plain = multiprocessing.get_context
         monkeypatch.setattr(multiprocessing, "get_context", lambda method: plain("forkserver" if method == "spawn" else method))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _single_process_was_said():
+    """The line comes once a process: whether a test sees it must not depend on which tests ran before. test_bad_input asks for it."""
+    world._solo_said = True
