@@ -23,6 +23,7 @@ from checkpoint_kit import (
 )
 from helpers import seeded, token_batches
 from offloading import tiers
+from residence import in_own_process
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import zeroshard as zs
@@ -89,11 +90,9 @@ def test_c12_an_asynchronous_save_has_the_values_of_its_call(places, tmp_path, g
 
 
 @pytest.mark.limit(120)
+@in_own_process
 def test_c12_fifty_asynchronous_saves_do_not_grow(tmp_path):
-    """Neither memory, nor files, nor threads, nor descriptors, by two ranks whose parameters and states are offloaded.
-
-    What earlier tests left may go meanwhile, so threads are told apart and less of anything is no fault.
-    """
+    """Neither memory, nor files, nor threads, nor descriptors, by two ranks whose parameters and states are offloaded."""
     model = seeded(lambda: LowRank(128))
     for param in model.parameters():
         param.requires_grad_(True)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from offloading import tiers
+from residence import in_own_process, wait_for_threads
 from torch import nn
 from zoo import MixtureOfExperts, Stack, adamw, normal_batches, run_threads, seeded, square
 
@@ -37,6 +38,7 @@ def live_nbytes() -> int:
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}], ids=str)
+@in_own_process
 def test_c14_life_cycle_returns_to_the_start(options):
     batches = normal_batches(2, 2, 4, 256)
 
@@ -53,6 +55,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
     def count():
+        wait_for_threads(threads)  # each has up to 1.4 MB of its own
         gc.collect()
         tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
         process = psutil.Process()
@@ -60,7 +63,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
         return tensors, process.num_fds(), live_nbytes(), getattr(memory, "shared", 0), memory.rss
 
     models = [seeded(Stack, dim=256) for _ in range(2)]  # 520,000 parameters: a leak of gradients alone would be 62 MB
-    counts = []
+    counts, threads = [], psutil.Process().num_threads()
     for number in range(20):
         run_threads(2, cycle, models)
         for model in models:
@@ -75,6 +78,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@in_own_process
 def test_a_model_that_is_dropped_without_being_closed_is_collected(stage, disk):
     def run(rank):
         model = seeded(Stack)
