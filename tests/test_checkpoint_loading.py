@@ -349,6 +349,25 @@ def test_the_next_is_taken_where_one_is_removed_while_it_is_read(owner, name, ve
     run_threads(world, rank_run)
 
 
+def test_buffers_lent_to_the_reading_of_one_that_is_removed_serve_the_next(tmp_path, monkeypatch):
+    model, optimizer = build("tied")
+    for name in ("x", "y"):
+        zs.save(tmp_path, model, optimizer, name=name)
+    expected, plain, free = snapshot(model, optimizer), opening.check_digests, []
+
+    def pruned(*args):
+        shutil.rmtree(tmp_path / "y", ignore_errors=True)
+        free.append(runtime_of(model).saver.ring.free)
+        return plain(*args)
+
+    monkeypatch.setattr(opening, "check_digests", pruned)
+    before = runtime_of(model).saver.ring.free
+    assert zs.load(tmp_path, model, optimizer).path == tmp_path / "x"
+    assert_equal(snapshot(model, optimizer), expected)
+    assert len(free) == 2 and free[0] == free[1] < before == runtime_of(model).saver.ring.free
+    zs.close(model)
+
+
 def test_one_that_was_asked_for_by_name_and_is_removed_is_said_to_be_gone(tmp_path, monkeypatch):
     model, optimizer = build("tied")
     for name in ("a", "b"):

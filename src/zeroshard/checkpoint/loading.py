@@ -170,6 +170,7 @@ def _await_save(runtime: Runtime) -> None:
 
 def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, folder: Path, manifest: Manifest) -> Bulk:
     """What reads tensors of a checkpoint of ours, and has begun to where this rank's are probably those of one file."""
+    held.close()  # what was begun with a checkpoint that has been removed since gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
     if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.comm.world_size:
         bulk.ahead(folder / manifest.files[runtime.comm.rank].name)
