@@ -26,7 +26,7 @@ LAYERS = (
     ("memory",),  # pools, tiers, files
     ("sharded", "localbox", "lending"),  # the tensor subclass, and what checkpoint tools see of it
     ("buffer", "tiles"),  # layout x placement; parts of parameters
-    ("unit", "watch", "reductions"),
+    ("unit", "watch", "reductions", "stored"),
     ("partition", "build", "agreement"),
     ("runtime",),
     ("hooks", "optim"),

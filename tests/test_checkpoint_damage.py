@@ -36,8 +36,8 @@ from zeroshard.comm.base import misuse
 from zeroshard.memory.files import Syscalls
 from zeroshard.memory.ledger import GATHERED
 from zeroshard.runtime import runtime_of
+from zeroshard.stored import StoredTensor
 from zeroshard.testing import run_threads
-from zeroshard.weights import StoredTensor
 
 pytestmark = pytest.mark.limit(60)
 BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]
@@ -209,22 +209,22 @@ def test_unverified_loads_still_check_sizes(damaged):
 def failing_reads(monkeypatch: pytest.MonkeyPatch, rank: int, after: int) -> list[bool]:
     """The disk of one rank fails at its read number `after` of those behind all checks, as long as the answer is [True]."""
     armed, streaming, left = [True], threading.local(), [after]
-    plain_stream, plain_read = weights.stream, StoredTensor.read
+    plain_stream, plain_parts = weights.stream, StoredTensor.parts
 
     def stream(*args) -> None:
         streaming.on = True
         plain_stream(*args)
 
-    def read(self, start, out, bulk=None) -> None:
+    def parts(self, start, out):
         mine = threading.current_thread().name in (f"rank{rank}", "MainThread")
         if armed[0] and mine and getattr(streaming, "on", False) and out.numel():
             left[0] -= 1
             if left[0] < 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
-        plain_read(self, start, out, bulk)
+        return plain_parts(self, start, out)
 
     monkeypatch.setattr(weights, "stream", stream)
-    monkeypatch.setattr(StoredTensor, "read", read)
+    monkeypatch.setattr(StoredTensor, "parts", parts)
     return armed
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 from zeroshard.checkpoint.foreign.safetensors import index_folder
-from zeroshard.checkpoint.stored import StoredPart
+from zeroshard.stored import StoredPart
 from zeroshard.tiles import Part
 
 

@@ -113,7 +113,7 @@ def test_the_file_is_one_to_safetensors_and_to_zeroshard(tmp_path):
 
 
 def test_a_rank_that_does_not_see_the_folder_sends_its_slices(tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "_CHUNK_NBYTES", 96)  # many rounds, not as many on every rank
+    monkeypatch.setattr(weights, "CHUNK_NBYTES", 96)  # many rounds, not as many on every rank
     path = tmp_path / "model.safetensors"
 
     def body(rank):

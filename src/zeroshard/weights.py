@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from errno import EIO, EISDIR
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from .comm.base import Comm
 from .errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
 from .memory.aligned import bytes_of, empty
 from .runtime import Runtime, runtime_of
+from .stored import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from .tiles import Part, part_of, whole_name
 from .unit import ParamGroup, ParamSpec
 
@@ -42,104 +43,6 @@ SAFETENSORS_DTYPES = {
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
-_CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
-
-
-
-
-class Bulk(Protocol):
-    """Takes reads over, to carry them out together or from what it holds already (checkpoint/bulk.py)."""
-
-    def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
-        """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in a file: bytes [offset, offset + nbytes)."""
-
-    path: Path
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def read(self, start: int, out: Tensor, bulk: Bulk | None = None) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. bulk: later.
-
-        Raises OSError where it has no such elements: what lies behind them is another tensor's.
-        """
-        numel, stop = self.nbytes // self.dtype.itemsize, start + out.numel()
-        if not 0 <= start <= stop <= numel:
-            raise OSError(f"{self.path}: expected elements {start} to {stop} of a tensor, it has {numel}")
-        self._read(start, out, bulk)
-
-    def _read(self, start: int, out: Tensor, bulk: Bulk | None) -> None:
-        if bulk is not None:
-            bulk.add(self, start, out)
-            return
-        step = max(_CHUNK_NBYTES // self.dtype.itemsize, 1)
-        with open(self.path, "rb", buffering=0) as file:
-            for begin in range(0, out.numel(), step):
-                part = out[begin : begin + step]
-                direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
-                values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
-                self._fill(file, start + begin, bytes_of(values))
-                if not direct:
-                    part.copy_(values)
-
-    def _fill(self, file: Any, start: int, raw: memoryview) -> None:
-        at = self.offset + start * self.dtype.itemsize
-        while raw:
-            got = os.preadv(file.fileno(), [raw], at)
-            if got == 0:
-                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
-            raw, at = raw[got:], at + got
-
-    def write(self, start: int, source: Tensor) -> None:
-        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
-        values = source.to(self.dtype).contiguous()
-        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
-        with open(self.path, "r+b", buffering=0) as file:
-            while raw:
-                count = os.pwrite(file.fileno(), raw, offset)
-                raw, offset = raw[count:], offset + count
-
-    def cut(self, part: Part | None) -> StoredTensor:
-        """Where a part of this tensor (rows, or columns of a matrix) lies."""
-        if part is None:
-            return self
-        shape = tuple(part.stop - part.start if dim == part.dim else extent for dim, extent in enumerate(self.shape))
-        nbytes, row_nbytes = math.prod(shape) * self.dtype.itemsize, self.nbytes // max(self.shape[0], 1)
-        if part.dim == 0:
-            return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, shape)
-        offset = self.offset + part.start * self.dtype.itemsize
-        return StoredColumns(self.path, offset, nbytes, self.dtype, shape, self.shape[1])
-
-
-@dataclass(frozen=True)
-class StoredColumns(StoredTensor):
-    """Columns of a stored matrix, of which two rows begin `pitch` elements apart."""
-
-    pitch: int
-
-    def _read(self, start: int, out: Tensor, bulk: Bulk | None) -> None:
-        """As of a whole tensor of this shape, row by row."""
-        done = 0
-        while done < out.numel():
-            row, column = divmod(start + done, self.shape[1])
-            stop = min(done + self.shape[1] - column, out.numel())
-            super()._read(row * self.pitch + column, out[done:stop], bulk)
-            done = stop
-
-    def write(self, start: int, source: Tensor) -> None:
-        """As of a whole tensor of this shape, row by row."""
-        done = 0
-        while done < source.numel():
-            row, column = divmod(start + done, self.shape[1])
-            stop = min(done + self.shape[1] - column, source.numel())
-            StoredTensor.write(self, row * self.pitch + column, source[done:stop])
-            done = stop
 
 
 def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
@@ -210,12 +113,12 @@ def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
     return buffers, computed
 
 
-def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -> dict[str, Stored]:
     """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape.
 
     Buffers too: those that the model keeps in its state dict must be there; what is there of others must fit.
     """
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, Stored] = {}
     prefixes = prefixes_of(model)
     problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
     for spec in specs:
@@ -248,7 +151,7 @@ def names_of_expanded(model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def stream(
-    runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], computed: bool = True
+    runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True
 ) -> None:
     """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays.
 
@@ -269,7 +172,7 @@ def stream(
         give_computed(runtime.model, read_computed(runtime.model, stored))
 
 
-def note(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, StoredTensor], bulk: Bulk) -> None:
+def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
     """Tell `bulk` what `stream` will read, and `read_computed`."""
     for group, index, at in _found(runtime, found):
         _read(group, index, at, bulk)
@@ -279,14 +182,14 @@ def note(runtime: Runtime, found: dict[str, StoredTensor], stored: dict[str, Sto
     read_computed(runtime.model, stored, bulk)
 
 
-def _found(runtime: Runtime, found: dict[str, StoredTensor]) -> Iterator[tuple[ParamGroup, int, StoredTensor]]:
+def _found(runtime: Runtime, found: dict[str, Stored]) -> Iterator[tuple[ParamGroup, int, Stored]]:
     for group in runtime.groups:
         for index, spec in enumerate(group.specs):
             if spec.name in found:
                 yield group, index, found[spec.name]
 
 
-def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None = None) -> Tensor:
+def _read(group: ParamGroup, index: int, at: Stored, bulk: Bulk | None = None) -> Tensor:
     """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
     home, spec = group.homes[index], group.specs[index]
     if not group.values.sharded:
@@ -295,14 +198,17 @@ def _read(group: ParamGroup, index: int, at: StoredTensor, bulk: Bulk | None = N
     return _filled(home.stop - home.start, torch.float32 if exact else spec.dtype, at, home.start, bulk)
 
 
-def _read_buffer(buffer: Tensor, at: StoredTensor, bulk: Bulk | None = None) -> Tensor:
+def _read_buffer(buffer: Tensor, at: Stored, bulk: Bulk | None = None) -> Tensor:
     return _filled(buffer.numel(), buffer.dtype, at, 0, bulk).view(buffer.shape)
 
 
-def _filled(numel: int, dtype: torch.dtype, at: StoredTensor, start: int, bulk: Bulk | None) -> Tensor:
+def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk | None) -> Tensor:
     """Elements [start, start + numel). bulk: only tell it."""
     value = empty(numel, dtype, "cpu" if bulk is None else "meta")
-    at.read(start, value) if bulk is None else at.read(start, value, bulk)
+    if bulk is None:
+        at.read(start, value)
+    else:
+        bulk.add(at, start, value)
     return value
 
 
@@ -470,7 +376,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
     """Fill the file (collective)."""
     comm, sees = runtime.comm, layout.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
-    slices = _slices(runtime, layout, _CHUNK_NBYTES if all_see else _CHUNK_NBYTES // comm.world_size)
+    slices = _slices(runtime, layout, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
 
     def write() -> None:
         for key, start, values in slices if sees else ():

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
 from ..memory.aligned import bytes_of
 from ..memory.files import Engine, File, Handle, open_file
-from ..weights import StoredTensor
+from ..stored import Stored, StoredTensor
 from .datafile import DIGEST_NBYTES
 from .manifest import Manifest
 from .room import SLOTS, WINDOW_NBYTES, Room
@@ -66,7 +66,7 @@ class _Landing:
 
 
 class Bulk:
-    """Reads of one checkpoint of ours that are carried out together. `Stored.read(start, out, self)` notes one.
+    """Reads of one checkpoint of ours that are carried out together. `add` notes one.
 
     A context: leaving it ends what is under way, and gives the room back.
     """
@@ -99,12 +99,11 @@ class Bulk:
             with suppress(OffloadIOError):
                 self._ahead[path, begin, end] = self.begin(path, begin, memory, kept=True)
 
-    def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+    def add(self, stored: Stored, start: int, out: Tensor) -> None:
         """Note that elements [start, start + n) of a stored tensor are to be put into `out` (n,), or (on "meta") will be asked for."""
-        begin = stored.offset + start * stored.dtype.itemsize
-        end = begin + out.numel() * stored.dtype.itemsize
-        if begin < end:
-            self.wanted.setdefault(stored.path, []).append(_Wanted(begin, end, stored.dtype, out))
+        for at, first, place in stored.parts(start, out):
+            if place.numel():
+                self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
 
     @torch.no_grad()
     def read(self, most: int) -> Kept:
@@ -182,6 +181,11 @@ class Bulk:
         return (max(landing.handle.ended for landing in done) - self._started) / sum(landing.memory.numel() for landing in done)
 
 
+def _wanted(stored: StoredTensor, start: int, out: Tensor) -> _Wanted:
+    begin = stored.offset + start * stored.dtype.itemsize
+    return _Wanted(begin, begin + out.numel() * stored.dtype.itemsize, stored.dtype, out)
+
+
 def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
     """The blocks that hold what is wanted (in order), as windows of adjacent ones."""
     asked = deque(each for each in wanted if each.out.is_meta)
@@ -230,7 +234,7 @@ def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
 
 
 class Kept:
-    """What `Bulk.read` has read and verified. `Stored.read(start, out, self)` takes from it what was noted there.
+    """What `Bulk.read` has read and verified. `read` takes from it what was noted there.
 
     A window for which there was no memory is read again, and verified again. What was not noted is read from the file: small
     things that were verified by themselves (`opening.check_digests`).
@@ -248,11 +252,15 @@ class Kept:
         self.windows.setdefault(path, []).append((landing.begin, memory.numel(), memory if landing.kept else None))
 
     @torch.no_grad()
-    def add(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+    def read(self, stored: Stored, start: int, out: Tensor) -> None:
         """Fill `out` (n,) with elements [start, start + n) of a stored tensor. Raises OSError, OffloadIOError, CheckpointCorrupt."""
-        begin = stored.offset + start * stored.dtype.itemsize
-        end = begin + out.numel() * stored.dtype.itemsize
-        wanted = deque([_Wanted(begin, end, stored.dtype, out)] if begin < end else [])
+        for at, first, place in stored.parts(start, out):
+            if place.numel():
+                self._fill(at, first, place)
+
+    def _fill(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+        wanted = deque([_wanted(stored, start, out)])
+        begin, end = wanted[0].begin, wanted[0].end
         windows, delivered = self.windows.get(stored.path, []), 0
         for number in range(max(bisect_right(windows, begin, key=lambda window: window[0]) - 1, 0), len(windows)):
             at, nbytes, memory = windows[number]
@@ -261,7 +269,7 @@ class Kept:
             if at + nbytes > begin:
                 delivered += _deliver(at, self._once_more(stored.path, number) if memory is None else memory, wanted)
         if delivered != end - begin:
-            stored.read(start, out)
+            stored.fill(start, out)
 
     def _once_more(self, path: Path, number: int) -> Tensor:
         """A window that was not kept; the next are under way then."""

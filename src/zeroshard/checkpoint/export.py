@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..weights import SAFETENSORS_NAMES, StoredTensor, safetensors_header
+from ..stored import Stored, StoredTensor
+from ..weights import SAFETENSORS_NAMES, safetensors_header
 from . import dcp
 from .folder import absolute, sync
 from .opened import Opened, Untrusted
 from .opening import LOOKS, Alone, open_any, removed
 from .saving import write_error
-from .stored import Stored
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
 _METADATA = "__metadata__"  # a name that safetensors itself uses

@@ -41,6 +41,7 @@ from ..optim import restoring
 from ..optim.restoring import SavedState
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
+from ..stored import Stored
 from ..tiles import part_of
 from . import contents as holding
 from . import folder as places
@@ -50,9 +51,9 @@ from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
 from .opening import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
+from .reading import Reading
 from .room import Room
 from .saving import check_idle, core_of, saver_of
-from .stored import Reading, Stored
 from .together import raise_first, telling
 
 _CHUNK_NUMEL = 1 << 20  # elements compared at a time
@@ -450,7 +451,7 @@ class _Loading:
 
     def _note(self, bulk: Bulk) -> int:
         """Tell what will be read; bytes of host memory that fresh states take."""
-        weights.note(self.runtime, self.found, self.opened.model, bulk)  # type: ignore[arg-type]
+        weights.note(self.runtime, self.found, self.opened.model, bulk)
         taken, on_host = 0, self.comm.device.type == "cpu"
 
         def has(nbytes: int) -> bool:
@@ -482,7 +483,7 @@ class _Loading:
         runtime.settle()
         runtime.drop_gradients()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
-        weights.stream(runtime, found, stored, False)  # type: ignore[arg-type]
+        weights.stream(runtime, found, stored, False)
         computed = weights.read_computed(runtime.model, stored)
         refused = modules.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
@@ -558,4 +559,4 @@ class _Loading:
 
 def _is_stored(value: Any) -> bool:
     """Whether a state is a tensor that is stored, and not a plain value."""
-    return hasattr(value, "read")
+    return isinstance(value, Stored)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import weights
 from ..errors import CheckpointError
 from .opened import Opened, Untrusted
-from .stored import Reading
+from .reading import Reading
 
 
 def names_of_others(model: nn.Module) -> set[str]:

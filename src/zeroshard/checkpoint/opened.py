@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from ..weights import StoredTensor
+from ..stored import Stored, StoredTensor
 from .bulk import Bulk
-from .stored import Stored
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # anywhere in a name
 PREFIXES = ("module.", "model.")  # at its beginning

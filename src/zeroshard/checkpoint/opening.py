@@ -18,6 +18,7 @@ from torch import nn
 from .. import weights
 from ..comm.base import Comm
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ZeroshardError
+from ..stored import Stored
 from ..unit import ParamSpec
 from . import contents as holding
 from . import folder as places
@@ -26,7 +27,7 @@ from .datafile import DIGEST_NBYTES
 from .foreign import RECOGNISED, open_foreign, recognise
 from .manifest import FileEntry, Manifest
 from .opened import Opened, Untrusted
-from .stored import Stored, stored_tensors
+from .reading import stored_tensors
 from .together import together
 
 LOOKS = 5  # how often the next checkpoint is taken where one is removed while it is read

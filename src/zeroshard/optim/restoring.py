@@ -19,6 +19,7 @@ from ..compat import alone
 from ..memory.aligned import empty
 from ..memory.tiers import Rest
 from ..runtime import Runtime
+from ..stored import Bulk
 from ..unit import ParamGroup
 from .runs import Run, RunMaker
 from .states import ColumnStates, DeviceStates, hashable
@@ -93,7 +94,7 @@ class Restoring:
         self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that are being filled
 
     @torch.no_grad()
-    def note(self, bulk: Any, has: Callable[[int], bool]) -> None:
+    def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
         """Tell `bulk` what to read: into fresh tensors, for states that no memory waits for; others will be asked for by `put`.
 
         has: whether there is so much memory to spare on the device, bytes; else all are asked for by `put`.
@@ -194,7 +195,7 @@ def _filled(core: Core, run: Run, given: list[SavedState], key: str, dtype: torc
     return value
 
 
-def _fill(core: Core, run: Run, given: list[SavedState], key: str, value: Tensor, bulk: Any) -> None:
+def _fill(core: Core, run: Run, given: list[SavedState], key: str, value: Tensor, bulk: Bulk | None) -> None:
     """Read a state of all parameters of a run into `value` (run.numel,). bulk: later."""
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
@@ -203,7 +204,10 @@ def _fill(core: Core, run: Run, given: list[SavedState], key: str, value: Tensor
         place, padding = value[at:end].split((stop - start, end - at - stop + start))
         padding.zero_()
         reader = state.tensors[key]
-        reader.read(start, place) if bulk is None else reader.read(start, place, bulk)  # type: ignore[call-arg]
+        if bulk is None:
+            reader.read(start, place)
+        else:
+            bulk.add(reader, start, place)
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:

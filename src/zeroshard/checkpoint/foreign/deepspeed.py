@@ -26,9 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ...weights import StoredTensor
+from ...stored import StoredBoxes, StoredTensor
 from ..opened import Opened
-from ..stored import StoredBoxes
 from .statedict import objects_of
 from .torchfile import is_tensor, open_torch_file, value_of
 

@@ -20,9 +20,9 @@ import torch
 
 from ...boxes import Box
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from ...stored import StoredBoxes
 from ...weights import is_extra_state
 from ..opened import Opened, Untrusted
-from ..stored import StoredBoxes
 from .statedict import MODEL_KEYS, OPTIMIZER_KEYS
 from .torchfile import TensorBlob
 

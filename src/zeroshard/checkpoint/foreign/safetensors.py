@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError
-from ...weights import SAFETENSORS_DTYPES, StoredTensor
+from ...stored import StoredTensor
+from ...weights import SAFETENSORS_DTYPES
 
 
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:

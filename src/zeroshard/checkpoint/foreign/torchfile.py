@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
-from ...tiles import Part
-from ...weights import StoredTensor
+from ...stored import Stored, StoredTensor, Stretch
 from ..dcp import Window
-from ..stored import StoredPart
 
 _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threads
 
@@ -47,7 +45,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class StridedTensor:
+class StridedTensor(Stored):
     """A tensor whose elements are not stored in their order: a transpose, a column. Reading holds its whole storage range."""
 
     extent: StoredTensor  # (n,): from its first to its last element
@@ -58,19 +56,15 @@ class StridedTensor:
     def dtype(self) -> torch.dtype:
         return self.extent.dtype
 
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
         values = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
         self.extent.read(0, values)
         out.copy_(values.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
 
-    def cut(self, part: Part | None) -> Any:
-        """A part of it as a tensor of its own."""
-        return self if part is None else StoredPart(self, part)
-
 
 @dataclass(frozen=True)
-class TensorBlob:
+class TensorBlob(Stored):
     """A contiguous part of a file that is itself a file of torch.save, of one tensor. It is looked at when it is first read."""
 
     path: Path
@@ -87,9 +81,9 @@ class TensorBlob:
             raise OSError(f"{self.path}: expected {wanted}, found {found!r:.80}")
         return found
 
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
-        self._at.read(start, out)
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """As of the tensor that is there."""
+        return self._at.parts(start, out)
 
 
 def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:

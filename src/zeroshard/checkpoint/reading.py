@@ -1,0 +1,74 @@
+"""Reading a checkpoint of ours: its tensors by name, and reads whose errors wait until all ranks can hear them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointCorrupt, OffloadIOError
+from ..stored import Stored, StoredBoxes, StoredTensor, Stretch
+from .bulk import Kept
+from .folder import MANIFEST
+from .manifest import Manifest
+
+
+class Reading:
+    """Reads that go on after an error, so that ranks stay in step and all end with it; what was read then is of no use.
+
+    kept: what has been read of a checkpoint of ours.
+    """
+
+    def __init__(self, kept: Kept | None = None) -> None:
+        self.kept = kept
+        self.error: Exception | None = None
+
+    def guard(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+        """The same tensors, whose errors are kept here."""
+        return {name: _Guarded(tensor, self) for name, tensor in stored.items()}
+
+
+@dataclass(frozen=True)
+class _Guarded(Stored):
+    stored: Stored
+    reading: Reading
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        return self.stored.parts(start, out)
+
+    def read(self, start: int, out: Tensor) -> None:
+        kept = self.reading.kept
+        if self.reading.error is None:
+            try:
+                self.stored.read(start, out) if kept is None else kept.read(self.stored, start, out)
+            except (OSError, OffloadIOError, CheckpointCorrupt) as error:
+                self.reading.error = error
+
+
+def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
+    """Every tensor of a checkpoint of ours, by its name there. Raises CheckpointCorrupt where boxes overlap."""
+    paths = [folder / file.name for file in manifest.files]
+    found = {}
+    for name, entry in manifest.tensors.items():
+        boxes = []
+        for stored in entry.boxes:
+            nbytes = stored.box.numel * entry.dtype.itemsize
+            boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
+        found[name] = tensor = StoredBoxes.of(entry.dtype, entry.shape, boxes)
+        for (at, _, count, _), (then, *_) in pairwise(tensor.stretches):  # so many elements as it has, says the manifest
+            if at + count != then:
+                found_there = f"element {min(at + count, then)} {'twice' if then < at + count else 'not'}"
+                raise CheckpointCorrupt(str(folder / MANIFEST), 0, f"every element of {name} once", found_there)
+    return found

@@ -1,0 +1,203 @@
+"""Tensors in files: any flat range of one can be read, wherever its elements lie.
+
+    parts(start, out)   where those elements lie, as ranges of contiguous tensors, and what part of `out` each fills
+    read(start, out)    the same, from the files and at once
+
+Whoever reads many tensors together, or has read them before (checkpoint/bulk.py), goes by the parts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .boxes import Box
+from .memory.aligned import bytes_of
+from .tiles import Part
+
+CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
+Stretch = tuple[Any, int, Tensor]  # what can `fill`, the first of its elements, the part of `out` that they fill
+
+
+class Bulk(Protocol):
+    """Takes reads over, to carry them out together (checkpoint/bulk.py)."""
+
+    def add(self, stored: Any, start: int, out: Tensor) -> None:
+        """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
+
+
+class Stored:
+    """A tensor that is stored somewhere, in whatever pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Where elements [start, start + n) of the flattened tensor, for `out` (n,), are. Raises OSError where some are nowhere."""
+        yield self, start, out
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with elements as `parts` counts them, converted to its dtype: of what `parts` gives alone."""
+        raise NotImplementedError
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. Raises OSError."""
+        for at, first, place in self.parts(start, out):
+            at.fill(first, place)
+
+    def cut(self, part: Part | None) -> Stored:
+        """A part of it (rows, or columns of a matrix) as a tensor of its own."""
+        return self if part is None else StoredPart(self, part)
+
+
+@dataclass(frozen=True)
+class StoredTensor(Stored):
+    """Where a tensor lies in a file: bytes [offset, offset + nbytes)."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Raises OSError where it has no such elements: what lies behind them is another tensor's."""
+        numel, stop = self.nbytes // self.dtype.itemsize, start + out.numel()
+        if not 0 <= start <= stop <= numel:
+            raise OSError(f"{self.path}: expected elements {start} to {stop} of a tensor, it has {numel}")
+        yield from self._parts(start, out)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        yield self, start, out
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with what lies from `start` elements behind `offset` on. Raises OSError."""
+        step = max(CHUNK_NBYTES // self.dtype.itemsize, 1)
+        with open(self.path, "rb", buffering=0) as file:
+            for begin in range(0, out.numel(), step):
+                part = out[begin : begin + step]
+                direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+                values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
+                self._read(file, start + begin, bytes_of(values))
+                if not direct:
+                    part.copy_(values)
+
+    def _read(self, file: Any, start: int, raw: memoryview) -> None:
+        at = self.offset + start * self.dtype.itemsize
+        while raw:
+            got = os.preadv(file.fileno(), [raw], at)
+            if got == 0:
+                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
+            raw, at = raw[got:], at + got
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
+        values = source.to(self.dtype).contiguous()
+        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
+        with open(self.path, "r+b", buffering=0) as file:
+            while raw:
+                count = os.pwrite(file.fileno(), raw, offset)
+                raw, offset = raw[count:], offset + count
+
+    def cut(self, part: Part | None) -> StoredTensor:
+        """Where a part of this tensor (rows, or columns of a matrix) lies."""
+        if part is None:
+            return self
+        shape = tuple(part.stop - part.start if dim == part.dim else extent for dim, extent in enumerate(self.shape))
+        nbytes, row_nbytes = math.prod(shape) * self.dtype.itemsize, self.nbytes // max(self.shape[0], 1)
+        if part.dim == 0:
+            return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, shape)
+        offset = self.offset + part.start * self.dtype.itemsize
+        return StoredColumns(self.path, offset, nbytes, self.dtype, shape, self.shape[1])
+
+
+@dataclass(frozen=True)
+class StoredColumns(StoredTensor):
+    """Columns of a stored matrix, of which two rows begin `pitch` elements apart."""
+
+    pitch: int
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Row by row."""
+        done = 0
+        while done < out.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, out.numel())
+            yield self, row * self.pitch + column, out[done:stop]
+            done = stop
+
+    def write(self, start: int, source: Tensor) -> None:
+        """As of a whole tensor of this shape, row by row."""
+        done = 0
+        while done < source.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, source.numel())
+            StoredTensor.write(self, row * self.pitch + column, source[done:stop])
+            done = stop
+
+
+@dataclass(frozen=True)
+class StoredBoxes(Stored):
+    """A tensor in boxes. stretches: (first element in the flattened tensor, in the box, count, box), in order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stretches: list[tuple[int, int, int, StoredTensor]]
+    starts: list[int] = field(repr=False)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, StoredTensor]]) -> StoredBoxes:
+        """From where each box is stored."""
+        stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
+        stretches.sort(key=lambda stretch: stretch[0])
+        return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Of each box that has some of them. Raises OSError where elements are in none."""
+        done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
+        while done < out.numel():
+            if number == len(self.stretches):
+                raise OSError(f"elements from {start + done} on are missing")
+            at, within, count, stored = self.stretches[number]
+            skip = start + done - at
+            part = min(count - skip, out.numel() - done)
+            if skip < 0 or part <= 0:
+                raise OSError(f"elements from {start + done} on are missing")
+            yield from stored.parts(within + skip, out[done : done + part])
+            done, number = done + part, number + 1
+
+
+@dataclass(frozen=True)
+class StoredPart(Stored):
+    """Rows, or columns of a matrix, of a stored tensor."""
+
+    whole: Stored
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        extent = self.part.stop - self.part.start
+        return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """As of a whole tensor of this shape."""
+        numel, stop = math.prod(self.shape), start + out.numel()
+        if not 0 <= start <= stop <= numel:
+            raise OSError(f"expected elements {start} to {stop} of a tensor, it has {numel}")
+        box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
+        for at, within, count in box.rows(self.whole.shape):
+            first, last = max(within, start), min(within + count, stop)
+            if first < last:
+                yield from self.whole.parts(at + first - within, out[first - start : last - start])
