@@ -1,5 +1,7 @@
 """A model that was changed after zs.shard() is refused at its next forward: a parameter came, or its dtype is another."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,61 @@ def test_a_parameter_that_came_or_went_is_named(mode, change):
             model(X)
 
     run_threads(2, run)
+
+
+def frozen_last(model):
+    model.last.weight.requires_grad_(False)
+
+
+def replaced_last(model):
+    model.last.weight = nn.Parameter(torch.zeros(3, 5))
+
+
+@every_mode
+@pytest.mark.parametrize("change", [frozen_last, replaced_last, a_new_one, removed], ids=lambda f: f.__name__)
+def test_a_refused_change_has_done_no_harm(mode, change, tmp_path):
+    """A unit of several parameters, the last of which is another: undone, it trains on; closed, all of it is there."""
+
+    initial = seeded(Net)
+
+    def run(rank):
+        model, plain = copy.deepcopy(initial), copy.deepcopy(initial)
+        model, optimizer = zs.shard(model, sgd(model.parameters()), units="model", **mode)
+        theirs = sgd(plain.parameters())
+
+        def steps():
+            for each, stepped in ((model, optimizer), (plain, theirs)):
+                each(X).sum().backward()
+                stepped.step()
+                stepped.zero_grad()
+
+        steps()
+        modules = list(model.modules())
+        before = [dict(module._parameters) for module in modules]
+        change(model)
+        with pytest.raises(zs.ModelChanged):
+            model(X)
+        if change is not frozen_last:
+            for call in (zs.save, zs.load):
+                with pytest.raises(zs.ModelChanged, match="was replaced, added or removed"):
+                    call(tmp_path, model, optimizer)
+        for module, params in zip(modules, before, strict=True):
+            module._parameters.clear()
+            module._parameters.update(params)
+        model.last.weight.requires_grad_(True)
+        steps()
+        change(model)
+        with pytest.raises(zs.ModelChanged):
+            model(X)
+        zs.close(model)
+        change(plain)
+        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert type(mine) is nn.Parameter and mine.requires_grad is other.requires_grad, name
+            assert torch.equal(mine, other), name
+        zs.close(zs.shard(model, sgd(model.parameters()), **mode)[0])
+
+    run_threads(2, run)
+    assert not any(tmp_path.iterdir())
 
 
 @every_mode

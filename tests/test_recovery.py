@@ -336,16 +336,33 @@ def a_load(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     loaded(model, optimizer, "")
 
 
+def a_gathered_write(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with zs.gathered(model, write=True), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of the model, without optimizer."""
+    path = tmp_path_factory.mktemp("saved")
+    model = build()
+    zs.shard(model, stage=3)
+    zs.save(path, model)
+    zs.close(model)
+    return path
+
+
 @every_mode
-@pytest.mark.parametrize("write", [a_step, in_place, a_load])
-def test_a_backward_of_values_that_are_no_more_is_refused(mode, write):
+@pytest.mark.parametrize("write", [a_step, in_place, a_load, a_gathered_write, zs.load], ids=lambda f: f.__name__)
+def test_a_backward_of_values_that_are_no_more_is_refused(mode, write, saved):
     """As in torch, where saved tensors count their writes. The next forward and backward are right."""
     def run(rank):
         model = build()
         model, optimizer = zs.shard(model, sgd(model.parameters()), units=(Block,), **mode)
         first, second = (model(*BATCHES[number][rank]).square().mean() for number in range(2))
         first.backward(retain_graph=True)
-        write(model, optimizer)
+        zs.load(saved, model) if write is zs.load else write(model, optimizer)
         with pytest.raises(RuntimeError, match="modified by an inplace operation|between a forward and its backward"):
             second.backward()
         optimizer.zero_grad()

@@ -254,6 +254,7 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
         return
     compute = group.compute[index]
     compute.data = value
+    compute.requires_grad_(param.requires_grad)  # as the user has it
     attributes = {k: v for k, v in param.__dict__.items() if not k.startswith("_")}
     del param._compute
     if swap(param, compute):

@@ -107,6 +107,10 @@ class Runtime:
             "zs.full_state_dict(model)."
         )
 
+    def check_model(self) -> None:
+        """Raise ModelChanged where the model's parameters are not those of zs.shard()."""
+        self._model_watch.check(any(unit.pinned for unit in self.units), thoroughly=True)
+
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -208,6 +208,13 @@ class ParamGroup:
             torch.autograd.graph.increment_version(self.params)
             self.versions = [version + 1 for version in self.versions]
 
+    def put_whole(self, index: int) -> None:
+        """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
+        param = self.params[index]
+        torch.autograd.graph.increment_version(param)
+        self.versions[index] = param._version
+        self.dirty.discard(index)
+
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
         if self.grads is None:
@@ -404,7 +411,9 @@ class Unit:
         with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             for parameters, attribute, params, compute, i in self._places:
                 if parameters.get(attribute) is not params[i] or params[i].requires_grad is not compute[i].requires_grad:
-                    self._complain(parameters, attribute, params[i], compute[i])
+                    self.swapped = True  # those before it are
+                    self.swap_out()
+                    self._complain(parameters, attribute, params[i])
                 parameters[attribute] = compute[i]
         self._seen_versions = self._versions()
         self.swapped = True
@@ -446,13 +455,13 @@ class Unit:
         for parameters, attribute, params, _, i in self._places:
             param = params[i]
             if parameters.get(attribute) is not param:
-                self._complain(parameters, attribute, param, param)
+                self._complain(parameters, attribute, param)
         for group in self.groups:
             for param in group.params:
                 if param.requires_grad is not group.trainable:
                     self._complain_requires_grad(group, param)
 
-    def _complain(self, parameters: dict, attribute: str, param: Tensor, compute: Tensor) -> None:
+    def _complain(self, parameters: dict, attribute: str, param: Tensor) -> None:
         for group in self.groups:
             for i, candidate in enumerate(group.params):
                 if candidate is not param:

@@ -21,16 +21,17 @@ class ModelWatch:
         self._params = [(param, spec.name) for group in groups for param, spec in zip(group.params, group.specs, strict=True)]
         self._dtypes = [param.dtype for param, _ in self._params]
 
-    def check(self, gathered: bool) -> None:
+    def check(self, gathered: bool, thoroughly: bool = False) -> None:
         """Raise ModelChanged where parameters are not those of zs.shard() (a submodule may be wrapped).
 
-        gathered: inside `zs.gathered`, where other tensors stand in their places.
+        gathered: inside `zs.gathered`, where other tensors stand in their places. thoroughly: see also that one stands in the
+            place of another, which units notice when they are used; milliseconds.
         """
         with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
             self._complain_dtype()
-        if gathered or self._tree.stands():
+        if gathered or (not thoroughly and self._tree.stands()):
             return
         names = {id(param): name for param, name in self._params}
         present = {id(p): name for name, p in self.model.named_parameters()}

@@ -232,6 +232,7 @@ def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
 def _put(group: ParamGroup, index: int, value: Tensor) -> None:
     if not group.values.sharded:
         write_value(group, index, value.view(group.specs[index].shape))
+        group.put_whole(index)
         return
     group.set_local(index, value)
     if group.master is not None:

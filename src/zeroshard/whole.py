@@ -150,6 +150,8 @@ def _settle(copies: list[tuple[ParamGroup, int, _Copy]], problems: list[tuple[st
         with torch.no_grad():
             for group, index, copy in copies:
                 write_value(group, index, copy)
+                if not group.values.sharded:
+                    group.put_whole(index)
         comm.fence_read()
 
 

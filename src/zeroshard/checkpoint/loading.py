@@ -110,6 +110,7 @@ def load(
         CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
         CheckpointMismatch: of another architecture or optimizer; all differences. Nothing was changed.
         BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
+        ModelChanged: parameters were replaced, added or removed since zs.shard(). Nothing was changed.
         ConfigError: ranks call it differently.
         ConfigError, CheckpointError: an object of `extra` refuses its state, on any rank: which, and why. If only its
             `load_state_dict` finds out, all else has been loaded.
@@ -143,6 +144,7 @@ def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify
     try:
         core = core_of(runtime, optimizer, "zs.load")
         check_idle(runtime, "zs.load")
+        runtime.check_model()
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given = None if optimizer is None else "given"

@@ -80,6 +80,7 @@ def save(
         CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
         CheckpointError: a checkpoint of this name exists; `path` is a checkpoint itself; the last asynchronous save failed, or
             (if_busy) is under way.
+        ModelChanged: parameters were replaced, added or removed since zs.shard().
         ConfigError: ranks call it differently; a value has no place in a checkpoint; `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
@@ -89,6 +90,7 @@ def save(
         raise CheckpointError(runtime.unusable)
     saver, plan, core, extras, problem = saver_of(runtime), None, None, {}, None
     try:
+        runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
         plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite)
         extras = {key: _serialised(key, value) for key, value in (extra or {}).items()}
