@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import MLP, differences, seeded
+from checkpoint_kit import MODELS, VOCAB, Saved, assert_equal, read_checkpoint, write_checkpoint
+from helpers import MLP, differences, seeded, token_batches
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -389,3 +390,40 @@ def test_states_of_some_tiles_alone_are_refused_by_name(tmp_path):
     optimizer.zero_grad()
     zs.load(zs.save(tmp_path, model, optimizer).path, model, optimizer)
     zs.close(model)
+
+
+# -- names that a wrapper changes ----------------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Module):
+    """As torch.compile(model) is, but runs nothing of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = model
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self._orig_mod(*args)
+
+
+def bare(saved: Saved) -> Saved:
+    """Under the names of the model in the wrapper."""
+    weights, states, extra_state = (
+        {name.removeprefix("_orig_mod."): value for name, value in part.items()}
+        for part in (saved.weights, saved.states, saved.extra_state)
+    )
+    return Saved(weights, states, saved.groups, extra_state)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("kind", ["odd", "tied", "columns"])
+@pytest.mark.parametrize("wrapped", ["when saved", "when loaded"])
+def test_one_of_ours_is_loaded_with_and_without_a_wrapper(kind, wrapped, world, tmp_path):
+    """Values, states, what is left out since it is frozen, tiles and ties, extra states of modules."""
+    models = [seeded(MODELS[kind]) for _ in range(2)]
+    number = ["when saved", "when loaded"].index(wrapped)
+    models[number] = Wrapped(models[number])
+    batches = [step[0] for step in token_batches(3, 1, 4, VOCAB)]
+    expected = write_checkpoint(tmp_path, 2, models[0], batches, groups=2)
+    for got in read_checkpoint(tmp_path, world, models[1], groups=2):
+        assert_equal(bare(got), bare(expected))

@@ -180,6 +180,9 @@ def test_a_tie_of_the_model_must_hold_in_the_file(tmp_path):
         zs.load(tmp_path / "good.pt", model)
         with pytest.raises(zs.CheckpointMismatch, match="head.weight: saved with other values than embedding.weight"):
             zs.load(tmp_path / "bad.pt", model)
+        with pytest.raises(zs.ModelMismatch, match="head.weight has other values than embedding.weight, to which the model ties it"):
+            zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "bad.pt")
+        zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "good.pt")
 
     run_threads(2, body)
 

@@ -90,6 +90,39 @@ def test_a_position_that_nobody_followed_is_not_saved(workers):
     assert sampler.state_dict() == {**begin, "epoch": 2}
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("left", ["dropped", "used", "loaded"])
+def test_of_two_loops_the_later_is_counted(left, workers):
+    """A prefetcher may hold one that was given up; a position may be loaded inside of one. What is counted is what was given."""
+    sampler = zs.ShardedSampler(32, rank=0, world_size=1)
+    loader = DataLoader(list(range(32)), batch_size=4, sampler=sampler, num_workers=workers)
+    order = list(zs.ShardedSampler(32, rank=0, world_size=1))
+    first = sampler.follow(loader)
+    assert next(first).tolist() == order[:4]
+    if left == "loaded":
+        sampler.load_state_dict({**sampler.state_dict(), "samples": 8})
+    begin, second = sampler.samples, sampler.follow(loader)
+    read = next(second).tolist()
+    if left == "dropped":
+        first.close()
+    else:
+        with pytest.raises(zs.ConfigError, match="since this loop .* was begun"):
+            next(first)
+    for batch in second:
+        read += batch.tolist()
+        assert sampler.epoch == 0 and sampler.samples == begin + len(read)
+    assert read == order[begin:] and (sampler.epoch, sampler.samples) == (1, 0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("epoch", -1), ("epoch", "a"), ("samples", 41), ("samples", -1), ("samples", 1.5)])
+def test_a_position_that_cannot_be_is_refused(name, value):
+    sampler = zs.ShardedSampler(40, rank=0, world_size=1)
+    begin = sampler.state_dict()
+    with pytest.raises(zs.ConfigError, match=f"{name}: expected 0 to .*, got {value!r}"):
+        sampler.load_state_dict({**begin, name: value})
+    assert sampler.state_dict() == begin
+
+
 def test_a_save_behind_a_loop_that_nobody_followed_is_refused_on_every_rank(tmp_path):
     def rank_run(rank: int) -> None:
         sampler, (model, optimizer) = zs.ShardedSampler(8), build("tied")

@@ -11,6 +11,7 @@ has no position to save.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -59,7 +60,7 @@ class ShardedSampler(Sampler[int]):
         self.numel, self.seed, self.shuffle, self.drop_last = numel, seed, shuffle, drop_last
         self.rank, self.world_size = rank, world_size
         self.epoch = self.samples = 0
-        self._followed = False
+        self._loop: object | None = None  # the one that is followed
         self._drawn = False  # by a loop that is not followed: what of it was consumed nobody knows
 
     def _order(self) -> list[int]:
@@ -74,32 +75,45 @@ class ShardedSampler(Sampler[int]):
         return left // self.world_size if self.drop_last else -(-left // self.world_size)
 
     def __iter__(self) -> Iterator[int]:
-        order, begin, count = self._order(), self.samples, len(self)
-        self._drawn = self._drawn or not self._followed
+        order, begin, count, followed = self._order(), self.samples, len(self), self._loop is not None
+        self._drawn = self._drawn or not followed
         for number in range(count):
             yield order[(begin + number * self.world_size + self.rank) % self.numel]
-            if not self._followed:
+            if not followed:
                 self.samples = min(begin + (number + 1) * self.world_size, self.numel)
-        if not self._followed:
+        if not followed:
             self._end_epoch()
 
     def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
         """The batches of a loader that draws from this sampler, counted as they are handed out.
 
         batch_size: samples of a batch on this rank; None: the loader's.
+
+        Where another loop is begun before this one has ended, or a position is loaded, to go on with this one raises ConfigError.
         """
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
             raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
-        self._followed, self._drawn = True, self._drawn and self.samples > 0
+        loop = self._loop = object()
+        self._drawn = self._drawn and self.samples > 0
         try:
             for batch in loader:
+                self._check_loop(loop)
                 self.samples = min(self.samples + batch_size * self.world_size, self.numel)
                 yield batch
+            self._check_loop(loop)
             self._end_epoch()
             self._drawn = False
         finally:
-            self._followed = False
+            if self._loop is loop:
+                self._loop = None
+
+    def _check_loop(self, loop: object) -> None:
+        if self._loop is not loop:
+            raise ConfigError(
+                "zs.ShardedSampler: since this loop over sampler.follow(loader) was begun, another one was, or a position has been "
+                "loaded: what this one still has would not be counted. Begin a new one."
+            )
 
     def _end_epoch(self) -> None:
         self.epoch, self.samples = self.epoch + 1, 0
@@ -128,8 +142,11 @@ class ShardedSampler(Sampler[int]):
                     f"zs.ShardedSampler: {name}: the saved position is of {state[name]!r}, this sampler has {getattr(self, name)!r}: "
                     "samples would be lost or repeated."
                 )
+        for name, most in (("epoch", sys.maxsize), ("samples", self.numel)):
+            if not isinstance(state[name], int) or not 0 <= state[name] <= most:
+                raise ConfigError(f"zs.ShardedSampler: {name}: expected 0 to {most}, got {state[name]!r}.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position. Raises ConfigError where it is one of another data set or order."""
         self.check_state_dict(state)
-        self.epoch, self.samples, self._drawn = state["epoch"], state["samples"], False
+        self.epoch, self.samples, self._drawn, self._loop = state["epoch"], state["samples"], False, None

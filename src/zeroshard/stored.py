@@ -24,6 +24,7 @@ from .memory.aligned import bytes_of
 from .tiles import Part
 
 CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
+_COMPARED_NUMEL = 1 << 20  # elements compared at a time
 Stretch = tuple[Any, int, Tensor]  # what can `fill`, the first of its elements, the part of `out` that they fill
 
 
@@ -201,3 +202,18 @@ class StoredPart(Stored):
             first, last = max(within, start), min(within + count, stop)
             if first < last:
                 yield from self.whole.parts(at + first - within, out[first - start : last - start])
+
+
+def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
+    """Whether two stored tensors have other values, in one rank's part of them. Of another shape: that is told elsewhere."""
+    if one is other or one == other or one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _COMPARED_NUMEL):
+        count = min(_COMPARED_NUMEL, numel * (rank + 1) // ranks - start)
+        values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
+        one.read(start, values[0])
+        other.read(start, values[1])
+        if not torch.equal(*values):
+            return True
+    return False

@@ -10,7 +10,6 @@ is verified before (ranks share the files), and slices are read into place some 
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import random
@@ -41,7 +40,7 @@ from ..optim import restoring
 from ..optim.restoring import SavedState
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
-from ..stored import Stored
+from ..stored import Stored, differ
 from ..tiles import part_of
 from . import contents as holding
 from . import folder as places
@@ -56,7 +55,6 @@ from .room import Room
 from .saving import check_idle, core_of, saver_of
 from .together import raise_first, telling
 
-_CHUNK_NUMEL = 1 << 20  # elements compared at a time
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # of whoever saved
@@ -218,7 +216,7 @@ class _Loading:
                     mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
                     others = [] if self.opened.ours else names[1:]
                     untied += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
-                               for n in others if self._differ(model[names[0]], model[n])]  # fmt: skip
+                               for n in others if differ(model[names[0]], model[n], self.comm.rank, self.comm.world_size)]  # fmt: skip
                     self.found[spec.name] = model[names[0]].cut(part)
                 elif not group.trainable and self.opened.trained_only:
                     self.left_out.append((group, index))
@@ -236,35 +234,23 @@ class _Loading:
         return self._extras(extra)
 
     def _fit(self) -> None:
-        """Make names of foreign checkpoints those of the model: wrappers' prefixes, ties."""
+        """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
+        names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
         if self.opened.ours:
+            self.opened.fit(names | modules.names_of_others(self.runtime.model))
             return
         for group in self.runtime.groups:
             for spec, (name, _) in zip(group.specs, holding.names_of_group(group), strict=True):
                 self.aliases |= {alias: name for alias in weights.names_of(self.prefixes, spec) if alias != name}
                 self.aliases.pop(name, None)
-        names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
         self.opened.fit(names | self.aliases.keys() | modules.names_of_others(self.runtime.model))
         modules.read_objects(self.runtime.model, self.opened, self.comm.rank)
-
-    def _differ(self, one: Stored, other: Stored) -> bool:
-        """Whether two stored tensors of one shape have other values, in this rank's part of them."""
-        if one is other or one == other or one.shape != other.shape:
-            return False
-        numel, (rank, ranks) = math.prod(one.shape), (self.comm.rank, self.comm.world_size)
-        for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _CHUNK_NUMEL):
-            count = min(_CHUNK_NUMEL, numel * (rank + 1) // ranks - start)
-            values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
-            one.read(start, values[0])
-            other.read(start, values[1])
-            if not torch.equal(*values):
-                return True
-        return False
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
         model, ties, bulk = self.opened.model, self.opened.ties, self.opened.bulk
         if bulk is not None:  # these are read to be compared
-            stored = [f"{holding.MODEL}{name}" for name in weights.names_of_expanded(self.runtime.model)]
+            saved = self.opened.saved_names
+            stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in weights.names_of_expanded(self.runtime.model)]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
         problems = modules.compare(self.runtime.model, model, missing, mismatched, used)
         same = {first for alias, first in ties.items() if alias in used} | ties.keys()

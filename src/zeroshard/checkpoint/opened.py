@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..stored import Stored, StoredTensor
 from .bulk import Bulk
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")  # anywhere in a name
+_TILE = re.compile(r"\[\d+:\d+:\d+\]$")  # behind the name of a parameter, one of whose tiles was left out
 PREFIXES = ("module.", "model.")  # at its beginning
 
 
@@ -51,6 +53,7 @@ class Opened:
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras of this rank that only trusted=True reads, and why
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
     per_rank: frozenset[str] = frozenset()
+    saved_names: dict[str, str] = field(default_factory=dict)  # where `fit` has found another name
     bulk: Bulk | None = None  # through which tensors are to be read; None: one by one
     generators: dict[str, Any] | None = None  # of this rank; of rank 0 where there were other ranks
 
@@ -71,8 +74,17 @@ class Opened:
         return found
 
     def fit(self, wanted: Iterable[str]) -> None:
-        """Strip what wrappers put before names, where more of them are then wanted."""
-        rename = _renaming([*self.model, *self.module_readers], frozenset(wanted))
+        """Strip what wrappers put before names, or put it there, where more of them are then wanted."""
+        left_out = {key: _TILE.sub("", key) for key in self.frozen}
+        rename = _renaming([*self.model, *self.module_readers, *left_out.values()], frozenset(wanted))
+        if not rename:
+            return
+        self.saved_names = {new: name for name, new in rename.items()}
+        self.ties = {rename.get(alias, alias): rename.get(name, name) for alias, name in self.ties.items()}
+        self.frozen = {
+            rename.get(name, name) + key.removeprefix(name): self.frozen[key] for key, name in left_out.items()
+        }  # fmt: skip
+        self.module_objects = {rename.get(name, name): value for name, value in self.module_objects.items()}
         self.model = {rename.get(name, name): stored for name, stored in self.model.items()}
         self.module_readers = {rename.get(name, name): reader for name, reader in self.module_readers.items()}
         self.states = {rename.get(key, key): state for key, state in self.states.items()}
@@ -82,15 +94,18 @@ class Opened:
 
 def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]:
     """name -> the name that fits best, where it is another one."""
-    names = list(names)
+    names = list(dict.fromkeys(names))
     best, current = {name: name for name in names}, {name: _unwrapped(name) for name in names}
-    most = len(wanted.intersection(best.values()))
+    most, wrapped = len(wanted.intersection(best.values())), {_unwrapped(name): name for name in wanted}
+    if most == len(wanted):
+        return {}
     for prefix in (None, *PREFIXES, *PREFIXES):  # module.model.x, model.module.x
         if prefix is not None:
             current = {name: short.removeprefix(prefix) for name, short in current.items()}
-        count = len(wanted.intersection(current.values()))
-        if count > most and len(set(current.values())) == len(names):
-            best, most = dict(current), count
+        fitting = {name: wrapped.get(short, short) for name, short in current.items()}
+        count = len(wanted.intersection(fitting.values()))
+        if count > most and len(set(fitting.values())) == len(names):
+            best, most = fitting, count
     return {name: short for name, short in best.items() if name != short}
 
 

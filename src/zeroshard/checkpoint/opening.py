@@ -17,8 +17,15 @@ from torch import nn
 
 from .. import weights
 from ..comm.base import Comm
-from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound, CheckpointReadError, ZeroshardError
-from ..stored import Stored
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointReadError,
+    ModelMismatch,
+    ZeroshardError,
+)
+from ..stored import Stored, differ
 from ..unit import ParamSpec
 from . import contents as holding
 from . import folder as places
@@ -327,10 +334,21 @@ def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: l
     prefixes, (buffers, computed) = weights.prefixes_of(model), weights.others_of(model)
     names = {name for spec in specs for name in weights.names_of(prefixes, spec)}
     opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
+    tied = {tuple(n for n in dict.fromkeys(weights.names_of(prefixes, spec)) if n in opened.model) for spec in specs}
+    agreed(comm, "zs.shard: tied weights", partial(_check_ties, opened.model, sorted(tied), comm), path)
     for buffer in buffers:
         if (at := buffer.stored_in(opened.model)) is not None:
             opened.model |= dict.fromkeys(buffer.names, at)
     return opened.model
+
+
+def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Comm) -> None:
+    problems = [
+        f"{name} has other values than {names[0]}, to which the model ties it"
+        for names in tied for name in names[1:] if differ(model[names[0]], model[name], comm.rank, comm.world_size)
+    ]  # fmt: skip
+    if problems:
+        raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
 
 
 def open_own(
