@@ -247,7 +247,7 @@ def test_python_and_numpy_are_seeded_anew_by_a_load(tmp_path):
 @pytest.mark.parametrize(("change", "words"), [
     ({"optimizer": "another"}, "optimizer: expected the one that zs.shard"),
     ({"verify": "never"}, "verify: expected True, 'before' or False, got 'never'"),
-    ({"path": 3}, "rank 1 failed: TypeError"),
+    ({"path": 3}, "path: expected that of a folder, got 3"),
     ({"verify": "before"}, "ranks 0 and 1 call it differently: verify: True and 'before'"),
     ({"name": "y"}, "ranks 0 and 1 call it differently: name: 'x' and 'y'"),
     ({"path": "elsewhere"}, "ranks 0 and 1 call it differently: path: .* and '.*elsewhere'"),
@@ -261,7 +261,7 @@ def test_ranks_that_call_it_differently_hear_how(change, words, tmp_path):
         call = {"path": tmp_path, "optimizer": optimizer, "name": "x", "verify": True} | (change if rank == 1 else {})
         call["optimizer"] = torch.optim.SGD([torch.zeros(1)]) if call["optimizer"] == "another" else call["optimizer"]
         before = snapshot(model, optimizer)
-        with pytest.raises(zs.CheckpointError if change == {"path": 3} else zs.ConfigError, match=words) as caught:
+        with pytest.raises(zs.ConfigError, match=words) as caught:
             zs.load(call.pop("path"), model, **call)
         assert_equal(snapshot(model, optimizer), before)
         zs.load(tmp_path, model, optimizer)

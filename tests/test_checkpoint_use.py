@@ -4,6 +4,7 @@ import contextlib
 import gc
 import json
 import os
+import pickle
 import threading
 from pathlib import Path
 
@@ -187,7 +188,8 @@ def test_names_steps_and_what_exists_already(tmp_path):
     ({"name": "../up"}, "name: expected letters"), ({"name": "latest"}, "name: expected letters"), ({"name": ".hidden"}, "name"),
     ({"name": ""}, "name"), ({"step": -1}, "step: expected an integer"), ({"step": 1.5}, "step"), ({"keep_last": 0}, "keep_last"),
     ({"keep_every": 2}, "without keep_last"), ({"extra": {"a/b": 1}}, "extra: expected names"),
-    ({"extra": {"m": lambda: 1}}, r"extra\['m'\] can not be saved"),
+    ({"extra": {"m": lambda: 1}}, r"extra\['m'\] can not be saved"), ({"step": True}, "step"), ({"name": 5}, "got 5"),
+    ({"extra": [1]}, r"extra: expected a dictionary.*got \[1\]"), ({"extra": {3: 1}}, "extra: expected names.*got 3"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_anything_is_written(given, words, tmp_path):
     model, optimizer = alone()
@@ -195,7 +197,20 @@ def test_what_can_not_be_is_refused_before_anything_is_written(given, words, tmp
         zs.save(tmp_path, model, optimizer, **given)
     with pytest.raises(zs.ConfigError, match="expected the one that zs.shard"):
         zs.save(tmp_path, model, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
+    with pytest.raises(zs.ConfigError, match="Give the LambdaLR in it a name of its own"):
+        zs.save(tmp_path, model, optimizer, extra={"all": schedulers})
+    for call in (zs.save, zs.load):
+        with pytest.raises(TypeError, match="model: expected a torch.nn.Module .*, got PosixPath"):
+            call(model, tmp_path)
+        with pytest.raises(zs.ConfigError, match="path: expected that of a folder, got b'"):
+            call(os.fsencode(tmp_path), model)
+    with pytest.raises(zs.ConfigError, match=r"zs.load: extra: expected a dictionary.*got \['s'\]"):
+        zs.load(tmp_path, model, optimizer, extra=["s"])
     assert names(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(zs.CheckpointNotFound, match="file: expected a folder with a complete checkpoint, found a file"):
+        zs.load(tmp_path / "file", model)
     zs.close(model)
 
 
@@ -258,6 +273,44 @@ def test_what_is_not_there_is_said(tmp_path):
 
 
 # -- a model alone, extra state, extras --------------------------------------------------------------------------------
+
+
+def test_extras_of_equal_values_are_one(tmp_path):
+    """Their bytes differ: sets and dictionaries in another order, one object twice, memory laid out otherwise. Others stay each rank's."""
+
+    def values(rank: int) -> dict:
+        text = "".join(["on", "ce"])
+        row = torch.arange(12.0).view(3, 4)
+        return {
+            "sets": {"seen": {0, 8} if rank else {8, 0}, "kept": frozenset([16, 0, 8][:: 1 - 2 * rank])},
+            "order": {"a": 1, "b": [2, ({3: None},)]} if rank else {"b": [2, ({3: None},)], "a": 1},
+            "twice": [text, text] if rank else [text, "".join(["on", "ce"])],
+            "tensor": row[:, 1] if rank else row[:, 1].clone(),
+        }
+
+    def others(rank: int) -> dict:
+        mine: list = [1]
+        mine.append(mine)
+        return {"number": 1 if rank else 1.0, "list": [rank, {0}], "itself": mine if rank else [1], "tensor_of": torch.tensor(rank)}
+
+    def save(rank: int) -> dict:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, extra=values(rank) | others(rank))
+        zs.close(model)
+        return {name: pickle.dumps(value) for name, value in values(rank).items()}
+
+    first, second = run_threads(2, save)
+    assert all(first[name] != second[name] for name in ("sets", "order", "twice")), "else nothing is tested"
+    model, optimizer = alone()
+    with pytest.raises(zs.CheckpointError, match=r"trusted=True if .* \(.*frozenset\)"):
+        zs.load(tmp_path, model, optimizer, extra={"sets": None})
+    found = zs.load(tmp_path, model, optimizer, extra=dict.fromkeys(values(0)), trusted=True)
+    for name, value in values(0).items():
+        assert torch.equal(found.extra[name], value) if name == "tensor" else found.extra[name] == value, name
+    for name in ("number", "list", "itself", "tensor_of"):
+        with pytest.raises(zs.CheckpointMismatch, match="each with a state of its own"):
+            zs.load(tmp_path, model, optimizer, extra={name: None})
+    zs.close(model)
 
 
 def test_a_model_can_be_saved_and_loaded_without_its_optimizer(tmp_path):

@@ -582,7 +582,9 @@ class Runtime:
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model. Raises ZeroshardError for one that is not sharded."""
+    """The runtime of a sharded model. Raises ZeroshardError for one that is not sharded, TypeError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module that was given to zs.shard(), got {type(model).__name__}.")
     runtime = model.__dict__.get("_zeroshard")
     if runtime is None:
         raise ZeroshardError(f"this {type(model).__name__} is not sharded: call zs.shard(model, optimizer, ...) first.")

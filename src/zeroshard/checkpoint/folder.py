@@ -28,7 +28,7 @@ from errno import EACCES, EAGAIN, EEXIST, ENOTEMPTY
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFound
+from ..errors import CheckpointError, CheckpointNotFound, ConfigError
 from ..machine import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
@@ -49,11 +49,13 @@ def step_name(step: int) -> str:
 
 def valid_name(name: str) -> bool:
     """Whether a name can be that of a checkpoint."""
-    return bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
 
 
 def absolute(path: str | os.PathLike) -> str:
     """As it is meant now, whatever the working directory is later. `..` is not cut: behind a link it is the system's to follow."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path: expected that of a folder, got {path!r:.80}; the order is path, model, optimizer.")
     return str(Path(path).absolute())
 
 
@@ -327,7 +329,8 @@ def find(where: Path, name: str | None = None) -> Path:
         raise CheckpointNotFound(f"{where}: no complete checkpoint {name!r}; there are: {', '.join(present) or 'none'}.")
     if not present:
         drafts = sum(bool(_DRAFT.fullmatch(path.name)) for path in where.iterdir()) if where.is_dir() else 0
-        state = f"only {drafts} unfinished ones" if drafts else "none" if where.is_dir() else "no such folder"
+        absent = "a file" if where.exists() else "no such folder"
+        state = f"only {drafts} unfinished ones" if drafts else "none" if where.is_dir() else absent
         raise CheckpointNotFound(f"{where}: expected a folder with a complete checkpoint, found {state}.")
     return present[_pointed(where, present) or next(reversed(present))]
 

@@ -46,6 +46,7 @@ from . import contents as holding
 from . import folder as places
 from . import modules
 from .bulk import Bulk
+from .extras import check_named
 from .identity import Identity, identify
 from .manifest import Manifest
 from .opened import Opened
@@ -117,7 +118,7 @@ def load(
         with torch.inference_mode(False), torch.no_grad():
             return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted)
     runtime, wanted = runtime_of(model), extra or {}
-    core = _agree(runtime, path, optimizer, name, verify)
+    core = _agree(runtime, path, optimizer, name, verify, wanted)
     _await_save(runtime)
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
@@ -136,13 +137,16 @@ def load(
     return Loaded(opened.path, opened.step, opened.facts, extras, how)
 
 
-def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any) -> OptimizerCore | None:
+def _agree(
+    runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, extra: Any
+) -> OptimizerCore | None:
     """All ranks ask for the same, and for what can be; the optimizer's core (collective)."""
     core, mine, problem = None, {}, None
     try:
         core = core_of(runtime, optimizer, "zs.load")
         check_idle(runtime, "zs.load")
         runtime.check_model()
+        check_named(extra, "zs.load")
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given = None if optimizer is None else "given"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -238,6 +239,8 @@ def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = Fal
         _check_object(folder, manifest, name)
         reason = (str(error).splitlines() or [""])[0]
         if isinstance(error, pickle.UnpicklingError) and not trusted:
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words are many
+            reason = named[1] if named else reason
             raise Untrusted(
                 f"{path}: {name}: an object of a class that is not loaded without your word: pass trusted=True if you trust "
                 f"whoever wrote this checkpoint ({reason})"

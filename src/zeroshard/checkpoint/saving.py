@@ -9,8 +9,6 @@ Here is what comes before anything is written; writing.py has the rest. What tak
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import pickle
 import re
@@ -27,6 +25,7 @@ from ..errors import CheckpointError, ConfigError, ZeroshardError
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime, runtime_of
 from . import folder as places
+from .extras import Extra, alike, serialised
 from .together import raise_first, telling, together
 from .writing import Plan, Save, Saver, Writing, write_error
 
@@ -93,7 +92,7 @@ def save(
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
         plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite)
-        extras = {key: _serialised(key, value) for key, value in (extra or {}).items()}
+        extras = serialised(extra)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
@@ -101,7 +100,8 @@ def save(
     _await_last(saver, plan)
     draft = _make_draft(runtime.comm, plan)
     try:
-        return Writing(saver, plan, draft, core, extras, shared, begin).run()
+        contents = {name: each.content for name, each in extras.items()}
+        return Writing(saver, plan, draft, core, contents, shared, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -133,7 +133,7 @@ def _plan(
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
     step = runtime.steps if step is None else step
-    if not isinstance(step, int) or step < 0:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"zs.save: step: expected an integer of at least 0, got {step!r}.")
     for what, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -163,23 +163,9 @@ def _await_last(saver: Saver, plan: Plan) -> None:
         last.wait()
 
 
-def _serialised(name: str, value: Any) -> bytes:
-    if not isinstance(name, str) or not places.valid_name(name):
-        raise ConfigError(f"zs.save: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
-    state = value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-    if isinstance(value, nn.Module):
-        raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
-    out = io.BytesIO()
-    try:
-        torch.save(state, out)
-    except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
-        raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}") from error
-    return out.getvalue()
-
-
-def _agree(comm: Comm, plan: Plan | None, extras: dict[str, bytes], problem: Exception | None) -> set[str]:
+def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exception | None) -> set[str]:
     """All ranks ask for the same, and for what can be; the names of extras that are the same on all of them (collective)."""
-    mine = (problem, plan, {name: hashlib.sha256(value).hexdigest() for name, value in extras.items()})
+    mine = (problem, plan, {name: each.digest for name, each in extras.items()})
     everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(mine), "zs.save: begin")]
     raise_first([theirs for theirs, _, _ in everyone], comm.rank, problem)
     _, first, names = everyone[0]
@@ -189,7 +175,7 @@ def _agree(comm: Comm, plan: Plan | None, extras: dict[str, bytes], problem: Exc
             raise ConfigError(f"zs.save: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
         if digests.keys() != names.keys():
             raise ConfigError(f"zs.save: extra: rank 0 gives {sorted(names)}, rank {rank} {sorted(digests)}.")
-    shared = {name for name, digest in names.items() if all(d[name] == digest for _, _, d in everyone)}
+    shared = alike(comm, extras, [digests for _, _, digests in everyone])
     for name in sorted(names):
         whose, _, number = name.rpartition(".")
         if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # also a number beyond this world's
