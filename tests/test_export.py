@@ -148,7 +148,7 @@ class Rare(nn.Module):
 
 @pytest.mark.parametrize(("make", "words"), [
     (lambda: Rare("__metadata__"), "no place for a tensor called '__metadata__'; use format='torch'"),
-    (lambda: Rare("a", torch.complex64), "turn is torch.complex64, which safetensors has no place for; use format='torch'"),
+    (lambda: Rare("a", torch.complex128), "turn is torch.complex128, which safetensors has no place for; use format='torch'"),
 ], ids=["name", "dtype"])  # fmt: skip
 def test_what_safetensors_has_no_place_for_goes_to_torch(make, words, tmp_path):
     model, _ = zs.shard(make(), None)
@@ -157,6 +157,24 @@ def test_what_safetensors_has_no_place_for_goes_to_torch(make, words, tmp_path):
         zs.export(tmp_path / "run", tmp_path / "out")
     zs.export(tmp_path / "run", tmp_path / "out.pt", format="torch")
     assert not differences(torch.load(tmp_path / "out.pt"), make().state_dict()) and sorted(os.listdir(tmp_path)) == ["out.pt", "run"]
+    zs.close(model)
+
+
+def test_complex_numbers_go_both_ways(tmp_path):
+    """Rotary tables may be complex. A dtype that is chosen is for real numbers."""
+    model, _ = zs.shard(Rare("a", torch.complex64), None, stage=3)
+    turn = model.turn.copy_(torch.polar(torch.ones(2), torch.tensor([0.5, 2.0]))).clone()
+    zs.save(tmp_path / "run", model)
+    zs.export(tmp_path / "run", tmp_path / "out", dtype=torch.bfloat16)
+    zs.save_safetensors(model, tmp_path / "own.safetensors")
+    for path in (tmp_path / "out" / "model.safetensors", tmp_path / "own.safetensors"):
+        assert torch.equal(load_file(path)["turn"], turn)
+        model.turn.zero_()
+        zs.load(path, model)
+        assert torch.equal(model.turn, turn)
+        other, _ = zs.shard(Rare("a", torch.complex64), None, weights=path)
+        assert torch.equal(other.turn, turn)
+        zs.close(other)
     zs.close(model)
 
 
