@@ -241,6 +241,17 @@ def test_the_last_are_kept_and_every_so_many(tmp_path):
     zs.close(model)
 
 
+def test_what_has_a_name_of_its_own_is_removed_by_its_like_alone(tmp_path):
+    model, optimizer = alone()
+    zs.save(tmp_path, model, optimizer, step=1, name="best", keep_last=1)
+    for step in (1, 2, 3):
+        zs.save(tmp_path, model, optimizer, step=step, keep_last=2)
+    assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000003"]
+    zs.save(tmp_path, model, optimizer, step=3, name="better", keep_last=1)
+    assert names(tmp_path) == ["better", "latest", "step-00000002", "step-00000003"]
+    zs.close(model)
+
+
 @pytest.mark.parametrize("content", [None, "step-00000009\n", "", "../../etc"])
 def test_without_a_good_pointer_the_newest_complete_one_counts(content, tmp_path):
     model, optimizer = alone()

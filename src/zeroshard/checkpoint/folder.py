@@ -47,6 +47,10 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _by_step(name: str) -> bool:
+    return bool(re.fullmatch(r"step-\d{8,}", name))
+
+
 def valid_name(name: str) -> bool:
     """Whether a name can be that of a checkpoint."""
     return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
@@ -359,6 +363,7 @@ def previous(path: Path) -> Path | None:
 def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
     """Remove complete checkpoints but `saved`, `keep_last - 1` others, and those that `keep`; the names removed.
 
+    Only those that are named as `saved` is count, by their step or otherwise: saves of every so many steps do not remove "best".
     Those others are the newest up to the step of `saved`, to which a run can fall back, and then the newest beyond it, which it
     left behind when it went back to an earlier one.
     """
@@ -367,7 +372,8 @@ def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], 
     removed = []
     present = complete(root)
     steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
-    others = [(name, path) for name, path in present.items() if name != saved and name in steps]
+    alike = (name for name in steps if name != saved and _by_step(name) == _by_step(saved))
+    others = [(name, present[name]) for name in alike]
     others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # and still by age
     for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
         if not keep(path):

@@ -70,8 +70,8 @@ def save(
             that are ordinary tensors (stages 0-2 in fp32), are copied before it returns. `Save.wait()` or the next save
             tells how it went.
         if_busy: an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError, nothing done).
-        keep_last: remove older checkpoints but so many (this one counts). keep_every: but keep those of steps that are a
-            multiple of it.
+        keep_last: remove older checkpoints but so many (this one counts); those with a name of their own only by a save with one.
+            keep_every: but keep those of steps that are a multiple of it.
         trained_only: leave out parameters that are not trained, and record what they were; None: if there are any.
         overwrite: replace a checkpoint of this name; what is no checkpoint is never replaced.
 
