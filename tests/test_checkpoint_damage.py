@@ -433,6 +433,16 @@ def test_b12_rows_that_changed_places_are_another_base(adapters):
     assert "base.0.weight" in str(refused(root, zs.BaseModelMismatch, model=other))
 
 
+@pytest.mark.parametrize("tiled", ["when saved", "when loaded"])
+def test_b12_the_same_base_in_other_tiles_is_told_as_that(tiled, tmp_path):
+    model = seeded(LowRank)
+    saved, loaded = model, with_other_adapters(model)
+    zs.tile(saved if tiled == "when saved" else loaded, max_bytes=1200)
+    write_checkpoint(tmp_path, 2, saved, save_name="x")
+    with pytest.raises(zs.BaseModelMismatch, match=r"base\.0\.weight.*: saved in other tiles: zs.tile this model as that one was"):
+        read_checkpoint(tmp_path, 2, loaded)
+
+
 @pytest.mark.parametrize("saved, loaded", [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "fp32"), ("bf16", "bf16")])
 def test_b12_the_same_base_in_another_precision_is_known(saved, loaded, tmp_path):
     """And another one is not: a difference that survives the rounding."""

@@ -302,7 +302,11 @@ def test_extras_of_equal_values_are_one(tmp_path):
     def others(rank: int) -> dict:
         mine: list = [1]
         mine.append(mine)
-        return {"number": 1 if rank else 1.0, "list": [rank, {0}], "itself": mine if rank else [1], "tensor_of": torch.tensor(rank)}
+        return {
+            "number": 1 if rank else 1.0, "list": [rank, {0}], "itself": mine if rank else [1], "tensor_of": torch.tensor(rank),
+            "nothing": [torch.zeros(2, device="meta"), None] if rank else [1, None],  # without values, on one rank alone
+            "history": list(range(rank, 200_000 + rank)),
+        }  # fmt: skip
 
     def save(rank: int) -> dict:
         model, optimizer = build("tied")
@@ -318,7 +322,7 @@ def test_extras_of_equal_values_are_one(tmp_path):
     found = zs.load(tmp_path, model, optimizer, extra=dict.fromkeys(values(0)), trusted=True)
     for name, value in values(0).items():
         assert torch.equal(found.extra[name], value) if name == "tensor" else found.extra[name] == value, name
-    for name in ("number", "list", "itself", "tensor_of"):
+    for name in others(0):
         with pytest.raises(zs.CheckpointMismatch, match="each with a state of its own"):
             zs.load(tmp_path, model, optimizer, extra={name: None})
     zs.close(model)

@@ -6,6 +6,7 @@ tests/data/deepspeed, and written anew where it is installed.
 
 from __future__ import annotations
 
+import math
 import pickle
 import shutil
 import sys
@@ -174,6 +175,10 @@ def test_a_tie_of_the_model_must_hold_in_the_file(tmp_path):
     torch.save(state, tmp_path / "good.pt")
     state["head.weight"] = state["head.weight"] + 1
     torch.save(state, tmp_path / "bad.pt")
+    state["head.weight"] = torch.zeros(3, 7)
+    torch.save(state, tmp_path / "other.pt")
+    state["head.weight"], state["embedding.weight"] = (torch.full((11, 7), math.nan) for _ in range(2))
+    torch.save(state, tmp_path / "nan.pt")
 
     def body(rank):
         model, _ = zs.shard(seeded(OddGPT), None, stage=3)
@@ -182,7 +187,10 @@ def test_a_tie_of_the_model_must_hold_in_the_file(tmp_path):
             zs.load(tmp_path / "bad.pt", model)
         with pytest.raises(zs.ModelMismatch, match="head.weight has other values than embedding.weight, to which the model ties it"):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "bad.pt")
-        zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "good.pt")
+        with pytest.raises(zs.ModelMismatch, match=r"head.weight is \(3, 7\) and embedding.weight, to which the model ties it, \(11, 7\)"):
+            zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "other.pt")
+        for good in ("good.pt", "nan.pt"):
+            zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / good)
 
     run_threads(2, body)
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy
 import pytest
 from checkpoint_kit import build
 from torch.utils.data import DataLoader
@@ -121,6 +122,18 @@ def test_a_position_that_cannot_be_is_refused(name, value):
     with pytest.raises(zs.ConfigError, match=f"{name}: expected 0 to .*, got {value!r}"):
         sampler.load_state_dict({**begin, name: value})
     assert sampler.state_dict() == begin
+
+
+def test_an_iterator_that_has_drawn_ahead_can_not_be_followed():
+    sampler = zs.ShardedSampler(32, rank=0, world_size=1)
+    drawn = iter(DataLoader(list(range(32)), batch_size=4, sampler=sampler, num_workers=2))
+    with pytest.raises(zs.ConfigError, match="expected a loader, got an iterator"):
+        next(sampler.follow(drawn, batch_size=4))
+    sampler.set_epoch(numpy.int64(3))
+    state = sampler.state_dict()
+    assert type(state["epoch"]) is int and len(list(sampler.follow(iter(DataLoader(range(32), 4, sampler=sampler)), 4))) == 8
+    sampler.load_state_dict({**state, "samples": numpy.int64(8)})
+    assert sampler.state_dict() == {**state, "samples": 8}
 
 
 def test_a_save_behind_a_loop_that_nobody_followed_is_refused_on_every_rank(tmp_path):

@@ -109,7 +109,10 @@ class Runtime:
 
     def check_model(self) -> None:
         """Raise ModelChanged where the model's parameters are not those of zs.shard()."""
-        self._model_watch.check(any(unit.pinned for unit in self.units), thoroughly=True)
+        gathered = any(unit.pinned for unit in self.units)
+        self._model_watch.check(gathered, thoroughly=True)
+        for unit in () if gathered else self.units:
+            unit.check_placed()
 
     # -- forward ---------------------------------------------------------------------------------------------
 

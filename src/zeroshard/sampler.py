@@ -11,8 +11,10 @@ has no position to save.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -79,6 +81,7 @@ class ShardedSampler(Sampler[int]):
         self._drawn = self._drawn or not followed
         for number in range(count):
             yield order[(begin + number * self.world_size + self.rank) % self.numel]
+            followed = followed or self._loop is not None  # begun since, on an iterator that draws ahead
             if not followed:
                 self.samples = min(begin + (number + 1) * self.world_size, self.numel)
         if not followed:
@@ -94,6 +97,11 @@ class ShardedSampler(Sampler[int]):
         batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
         if not batch_size:
             raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
+        if self._drawn and isinstance(loader, Iterator):
+            raise ConfigError(
+                "zs.ShardedSampler.follow: expected a loader, got an iterator, and the sampler has been drawn from: how much of that "
+                "the iterator still has nobody knows. Give it the loader itself."
+            )
         loop = self._loop = object()
         self._drawn = self._drawn and self.samples > 0
         try:
@@ -120,6 +128,7 @@ class ShardedSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, as with torch's DistributedSampler; the current one goes on where it is."""
+        epoch = operator.index(epoch)  # NumPy's are none of Python's
         if epoch != self.epoch:
             self.epoch, self.samples, self._drawn = epoch, 0, False
 
@@ -143,10 +152,11 @@ class ShardedSampler(Sampler[int]):
                     "samples would be lost or repeated."
                 )
         for name, most in (("epoch", sys.maxsize), ("samples", self.numel)):
-            if not isinstance(state[name], int) or not 0 <= state[name] <= most:
+            if not isinstance(state[name], Integral) or not 0 <= state[name] <= most:
                 raise ConfigError(f"zs.ShardedSampler: {name}: expected 0 to {most}, got {state[name]!r}.")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position. Raises ConfigError where it is one of another data set or order."""
         self.check_state_dict(state)
-        self.epoch, self.samples, self._drawn, self._loop = state["epoch"], state["samples"], False, None
+        self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
+        self._drawn, self._loop = False, None

@@ -41,8 +41,24 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def numel(self) -> int:
+        """Elements that there are."""
+        return math.prod(self.shape)
+
     def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Where elements [start, start + n) of the flattened tensor, for `out` (n,), are. Raises OSError where some are nowhere."""
+        """Where elements [start, start + n) of the flattened tensor, for `out` (n,), are.
+
+        Raises OSError where it has no such elements: what lies behind them in a file is another tensor's.
+        """
+        stop = start + out.numel()
+        if not 0 <= start <= stop <= self.numel:
+            where = f"{path}: " if (path := getattr(self, "path", None)) else ""
+            raise OSError(f"{where}expected elements {start} to {stop} of a tensor, it has {self.numel}")
+        yield from self._parts(start, out)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Of elements that are there."""
         yield self, start, out
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -69,15 +85,10 @@ class StoredTensor(Stored):
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Raises OSError where it has no such elements: what lies behind them is another tensor's."""
-        numel, stop = self.nbytes // self.dtype.itemsize, start + out.numel()
-        if not 0 <= start <= stop <= numel:
-            raise OSError(f"{self.path}: expected elements {start} to {stop} of a tensor, it has {numel}")
-        yield from self._parts(start, out)
-
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        yield self, start, out
+    @property
+    def numel(self) -> int:
+        """Elements that there are in the file, whatever the shape."""
+        return self.nbytes // self.dtype.itemsize
 
     def fill(self, start: int, out: Tensor) -> None:
         """`out` (n,) with what lies from `start` elements behind `offset` on. Raises OSError."""
@@ -161,7 +172,7 @@ class StoredBoxes(Stored):
         stretches.sort(key=lambda stretch: stretch[0])
         return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
 
-    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         """Of each box that has some of them. Raises OSError where elements are in none."""
         done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
         while done < out.numel():
@@ -192,11 +203,9 @@ class StoredPart(Stored):
         extent = self.part.stop - self.part.start
         return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
 
-    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         """As of a whole tensor of this shape."""
-        numel, stop = math.prod(self.shape), start + out.numel()
-        if not 0 <= start <= stop <= numel:
-            raise OSError(f"expected elements {start} to {stop} of a tensor, it has {numel}")
+        stop = start + out.numel()
         box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
         for at, within, count in box.rows(self.whole.shape):
             first, last = max(within, start), min(within + count, stop)
@@ -214,6 +223,6 @@ def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
         values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
         one.read(start, values[0])
         other.read(start, values[1])
-        if not torch.equal(*values):
+        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # no number is equal to NaN
             return True
     return False

@@ -448,6 +448,12 @@ class Unit:
         mine = {id(param): compute for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)}
         return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
+    def check_placed(self) -> None:
+        """Raise ModelChanged where something else stands in the place of a parameter."""
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
+                self._complain(parameters, attribute, params[i])
+
     def check_unchanged(self) -> None:
         """Replicated units: raise ModelChanged where a parameter was replaced or its requires_grad toggled."""
         if self.sharded or self.pinned:

@@ -24,8 +24,8 @@ class ModelWatch:
     def check(self, gathered: bool, thoroughly: bool = False) -> None:
         """Raise ModelChanged where parameters are not those of zs.shard() (a submodule may be wrapped).
 
-        gathered: inside `zs.gathered`, where other tensors stand in their places. thoroughly: see also that one stands in the
-            place of another, which units notice when they are used; milliseconds.
+        gathered: inside `zs.gathered`, where other tensors stand in their places. thoroughly: see also one that stands in the place
+            of another, which units notice when they are used; milliseconds.
         """
         with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]

@@ -49,7 +49,7 @@ from .bulk import Bulk
 from .extras import check_named
 from .identity import Identity, identify
 from .manifest import Manifest
-from .opened import Opened
+from .opened import Opened, name_left_out
 from .opening import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .reading import Reading
 from .room import Room
@@ -348,7 +348,9 @@ class _Loading:
                 total = total + other[key]
             saved = self.opened.frozen.get(key)
             if saved is None or not total.same(Identity(*saved)):
-                differing.append(f"{key}: saved {saved[2] if saved else 'nothing'}, this model {total.exact}")
+                tiled = saved is None and name_left_out(key) in map(name_left_out, self.opened.frozen)
+                known = saved[2] if saved else "in other tiles: zs.tile this model as that one was" if tiled else "nothing"
+                differing.append(f"{key}: saved {known}, this model {total.exact}")
         if differing:
             raise BaseModelMismatch(
                 f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "

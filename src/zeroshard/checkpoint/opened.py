@@ -75,7 +75,7 @@ class Opened:
 
     def fit(self, wanted: Iterable[str]) -> None:
         """Strip what wrappers put before names, or put it there, where more of them are then wanted."""
-        left_out = {key: _TILE.sub("", key) for key in self.frozen}
+        left_out = {key: name_left_out(key) for key in self.frozen}
         rename = _renaming([*self.model, *self.module_readers, *left_out.values()], frozenset(wanted))
         if not rename:
             return
@@ -107,6 +107,11 @@ def _renaming(names: Iterable[str], wanted: frozenset[str]) -> Mapping[str, str]
         if count > most and len(set(fitting.values())) == len(names):
             best, most = fitting, count
     return {name: short for name, short in best.items() if name != short}
+
+
+def name_left_out(key: str) -> str:
+    """The parameter that a key of `Opened.frozen` is of: of the whole of it or of one tile."""
+    return _TILE.sub("", key)
 
 
 def _unwrapped(name: str) -> str:

@@ -346,10 +346,12 @@ def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: l
 
 
 def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Comm) -> None:
-    problems = [
-        f"{name} has other values than {names[0]}, to which the model ties it"
-        for names in tied for name in names[1:] if differ(model[names[0]], model[name], comm.rank, comm.world_size)
-    ]  # fmt: skip
+    problems = []
+    for name, first in ((name, names[0]) for names in tied for name in names[1:]):
+        if model[name].shape != model[first].shape:
+            problems.append(f"{name} is {model[name].shape} and {first}, to which the model ties it, {model[first].shape}")
+        elif differ(model[first], model[name], comm.rank, comm.world_size):
+            problems.append(f"{name} has other values than {first}, to which the model ties it")
     if problems:
         raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
 
