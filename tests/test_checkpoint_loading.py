@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import os
 import random
@@ -15,10 +16,11 @@ import pytest
 import torch
 from checkpoint_kit import assert_equal, build, snapshot, train
 from helpers import token_batches
+from torch import nn
 
 import zeroshard as zs
 from zeroshard import weights
-from zeroshard.checkpoint import bulk, loading, opening, writing
+from zeroshard.checkpoint import bulk, loading, opening, room, writing
 from zeroshard.optim import restoring
 from zeroshard.runtime import runtime_of
 from zeroshard.testing import run_threads
@@ -443,4 +445,29 @@ def test_a_load_in_inference_mode_leaves_states_that_can_be_trained(tmp_path):
         zs.load(tmp_path, model, optimizer)
     assert_equal(snapshot(model, optimizer), expected)
     train(model, optimizer, 0, BATCHES[1:2])
+    zs.close(model)
+
+
+def test_windows_that_were_not_kept_are_read_again_once(tmp_path, monkeypatch):
+    """States are put into place in the order of the file, though there are two for each parameter: one run of 12 windows of each."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12)))
+    model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3, units="model")
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    zs.save(tmp_path, model, optimizer)
+    monkeypatch.setattr(room.Room, "lasting", lambda *args: None)  # no memory is worth its time
+    expected, begun, plain = zs.full_optimizer_state(model), [], bulk.Bulk.begin
+
+    def begin(self, path, at, memory, kept):
+        begun.append((at, kept))
+        return plain(self, path, at, memory, kept)
+
+    monkeypatch.setattr(bulk.Bulk, "begin", begin)
+    zs.load(tmp_path, model, optimizer)
+    times = collections.Counter(at for at, _ in begun)
+    again = {at for at, count in times.items() if count > 1}
+    assert len(again) >= 20 and not again & {at for at, kept in begun if kept}
+    assert max(times.values()) == 2
+    for name, state in zs.full_optimizer_state(model).items():
+        assert all(torch.equal(value, expected[name][key]) for key, value in state.items())
     zs.close(model)

@@ -100,15 +100,16 @@ class Restoring:
         has: whether there is so much memory to spare on the device, bytes; else all are asked for by `put`.
         """
         device, spare = self.core.comm.device, _spare(self.core, self.runs)
-        wanted = [(run, given, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
-        fresh = [(run, reader) for run, _, key, reader in wanted if key not in spare[id(run)]]
+        wanted = [(run, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
+        fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
         room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
-        for run, given, key, reader in wanted:
-            waits = not room or key in spare[id(run)]
-            value = empty(run.numel, state_dtype(run.group, reader.dtype), "meta" if waits else device)
-            _fill(self.core, run, given, key, value, bulk)
-            if not waits:
-                self._made.setdefault(id(run), {})[key] = value
+        for _, run, given in self.runs:
+            values = {}
+            for key, reader in given[0].tensors.items():
+                waits = not room or key in spare[id(run)]
+                values[key] = empty(run.numel, state_dtype(run.group, reader.dtype), "meta" if waits else device)
+            _fill(self.core, run, given, values, bulk)
+            self._made[id(run)] = {key: value for key, value in values.items() if not value.is_meta}
 
     @torch.no_grad()
     def put(self, write_over: bool = False) -> None:
@@ -130,10 +131,11 @@ class Restoring:
                 continue
             entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
-            for key, reader in given[0].tensors.items():
-                entries[key] = made.get(key)
-                if entries[key] is None:
-                    entries[key] = _filled(core, run, given, key, state_dtype(run.group, reader.dtype), old.get(key))
+            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
+            for key, reader in left.items():
+                made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
+            _fill(core, run, given, {key: made[key] for key in left}, None)
+            entries |= {key: made[key] for key in given[0].tensors}
             if entries:
                 run.states.save(entries)
         core.states_changed()
@@ -187,27 +189,22 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
     return found
 
 
-def _filled(core: Core, run: Run, given: list[SavedState], key: str, dtype: torch.dtype, value: Tensor | None) -> Tensor:
-    """A state of a run on a device, of `value`'s memory if there is one."""
-    if value is None:
-        value = empty(run.numel, dtype, core.comm.device)
-    _fill(core, run, given, key, value, None)
-    return value
+def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
+    """Read states of all parameters of a run, by key, into values (run.numel,). bulk: later.
 
-
-def _fill(core: Core, run: Run, given: list[SavedState], key: str, value: Tensor, bulk: Bulk | None) -> None:
-    """Read a state of all parameters of a run into `value` (run.numel,). bulk: later."""
+    Parameter by parameter, as they lie in a checkpoint of ours: what is read again is read in order.
+    """
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
         at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
-        place, padding = value[at:end].split((stop - start, end - at - stop + start))
-        padding.zero_()
-        reader = state.tensors[key]
-        if bulk is None:
-            reader.read(start, place)
-        else:
-            bulk.add(reader, start, place)
+        for key, value in values.items():
+            place, padding = value[at:end].split((stop - start, end - at - stop + start))
+            padding.zero_()
+            if bulk is None:
+                state.tensors[key].read(start, place)
+            else:
+                bulk.add(state.tensors[key], start, place)
 
 
 def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
