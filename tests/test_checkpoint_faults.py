@@ -56,10 +56,10 @@ def vanishing(patch: pytest.MonkeyPatch) -> int:
 def no_room_for_the_list(patch: pytest.MonkeyPatch) -> int:
     """Nor for a word about it, as long as the data is there."""
 
-    def write(path: Path, content: bytes) -> None:
+    def write(path: Path, content: bytes, **how: bool) -> None:
         if "rank-00001" in path.name and (path.parent / "rank-00001.distcp").exists():
             raise OSError(errno.EDQUOT, "", str(path))
-        plain(path, content)
+        plain(path, content, **how)
 
     plain = places.write_whole
     patch.setattr(places, "write_whole", write)
@@ -79,10 +79,10 @@ def at_the_end(name: str, number: int) -> Callable[[pytest.MonkeyPatch], int]:
 
     def patch_it(patch: pytest.MonkeyPatch) -> int:
         def fail(plain, here):
-            def act(source, *rest):
+            def act(source, *rest, **how):
                 if here(source, *rest):
                     raise OSError(number, os.strerror(number), str(source))
-                return plain(source, *rest)
+                return plain(source, *rest, **how)
 
             return act
 
@@ -234,6 +234,29 @@ def test_b07_a_file_where_the_folder_should_be(tmp_path):
 
     run_threads(2, rank_run)
     assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_b07_a_rank_that_does_not_see_the_folder(asynchronous, tmp_path, monkeypatch):
+    """A path of each host's own disk: the rank, and the remedy, on all ranks; nothing is left."""
+    blind, plain = [], os.path.isdir
+    monkeypatch.setattr(writing.os.path, "isdir", lambda path: threading.get_ident() not in blind and plain(path))
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        if rank == 1:
+            blind.append(threading.get_ident())
+        error = raised_by(lambda: zs.save(tmp_path, model, optimizer, asynchronous=asynchronous))
+        assert isinstance(error, zs.ConfigError) and "rank 1 does not see" in str(error) and "shared" in str(error), repr(error)
+        runtime_of(model).comm.exchange(b"", "all have failed")
+        assert not any(tmp_path.iterdir())
+        blind.clear()
+        runtime_of(model).comm.exchange(b"", "again")
+        zs.save(tmp_path, model, optimizer, name="x", asynchronous=asynchronous).wait()
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"]
 
 
 def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, monkeypatch):

@@ -128,15 +128,17 @@ def test_must_2_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync), monkeypatch.setattr(os, "rename", rename)
     model, optimizer = saver()
-    path = zs.save(tmp_path, model, optimizer, name="x").path
-    named = events.index(("rename", str(path)))
-    synced = [Path(name) for what, name in events[:named] if what == "sync"]
-    names = [name.name for name in synced]
-    for file in path.iterdir():
-        assert any(file.name == name or name.startswith(f".{file.name}.") for name in names), f"{file.name} not in {names}"
-        assert nbytes.get(file.name, file.stat().st_size) == file.stat().st_size, f"{file.name} was cut behind its fsync"
-    folder = max(number for number, name in enumerate(synced) if name.name.startswith(".x.") and name.parent == tmp_path)
-    assert folder == len(synced) - 1 and ("sync", str(tmp_path)) in events[named:]
+    for save, extra in (("x", None), ("y", None), ("z", {"note": 1})):  # what DCP reads is as in the save before, and is not
+        events.clear(), nbytes.clear()
+        path = zs.save(tmp_path, model, optimizer, name=save, extra=extra).path
+        named = events.index(("rename", str(path)))
+        synced = [Path(name) for what, name in events[:named] if what == "sync"]
+        names = [name.name for name in synced]
+        for file in path.iterdir():
+            assert any(file.name == name or name.startswith(f".{file.name}.") for name in names), f"{file.name} not in {names}"
+            assert nbytes.get(file.name, file.stat().st_size) == file.stat().st_size, f"{file.name} was cut behind its fsync"
+        folder = max(number for number, name in enumerate(synced) if name.name.startswith(f".{save}.") and name.parent == tmp_path)
+        assert folder == len(synced) - 1 and ("sync", str(tmp_path)) in events[named:]
     zs.close(model)
 
 

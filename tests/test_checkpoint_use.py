@@ -519,7 +519,7 @@ def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, as
     """States that come, no optimizer, a save that fails after it was told: what is loaded is what was saved."""
     told: list[str] = []
     write = places.write_whole
-    monkeypatch.setattr(places, "write_whole", lambda path, content: (told.append(path.name), write(path, content))[1])
+    monkeypatch.setattr(places, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1])
     monkeypatch.setattr(writing, "_SMALL_NBYTES", small_nbytes)
 
     def fail(*arguments: object) -> None:

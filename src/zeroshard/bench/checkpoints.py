@@ -2,12 +2,13 @@
 
     python -m zeroshard.bench.checkpoints --path /folder/on/a/local/disk [--sizes 34M,500M] [--rounds N]
 
-A *save* is timed until the bytes are on the disk: the library's call, and then the file system is synced. Before a load the
-page cache is dropped, as after a restart (where the kernel lets us: else `cold` is false). Small models: all contenders are
-alive and take turns; large ones, of which two would not fit side by side: one contender after the other. Before each save its
-ranks write about as many bytes with the file engine, in bulk; ours do it again after the save. The disk has half a second before
-each of these, so that none waits for what it still has to do for the one before (as after a file has been removed). In each round
-all ranks also save in the background, and copy their states once in memory.
+A *save* is timed until the bytes are on the disk: the library's call, from the first rank's begin to the last one's end (as the
+engine is timed), and then the file system is synced. Before a load the page cache is dropped, as after a restart (where the
+kernel lets us: else `cold` is false). Small models: all contenders are alive and take turns; large ones, of which two would not
+fit side by side: one contender after the other. Before each save its ranks write about as many bytes with the file engine, in
+bulk; ours do it again after the save. The disk has half a second before each of these, so that none waits for what it still has
+to do for the one before (as after a file has been removed). In each round all ranks also save in the background, and copy their
+states once in memory.
 """
 
 from __future__ import annotations
@@ -162,11 +163,11 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     _settle()
     before = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
     _settle()
+    saved = team.ask("save", path)
     begin = time.monotonic()
-    extra = team.ask("save", path)
     os.sync()
-    kept.save_s.append(time.monotonic() - begin)
-    kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *extra)
+    kept.save_s.append(max(s.end for s in saved) - min(s.begin for s in saved) + time.monotonic() - begin)
+    kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *(s.extra_nbytes for s in saved))
     if kept.contender.kind == "zs":
         _settle()
         after = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))

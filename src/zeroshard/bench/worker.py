@@ -77,6 +77,15 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """One rank's save; times are CLOCK_MONOTONIC. extra_nbytes: resident memory beyond that before, at peak."""
+
+    begin: float
+    end: float
+    extra_nbytes: int
+
+
+@dataclass(frozen=True)
 class Failure:
     summary: str
     details: str
@@ -188,13 +197,15 @@ class _Rank:
             self._probe = DiskProbe(self.workload.swap_path)
         return self._probe.burst(phase)
 
-    def save(self, path: str) -> int:
-        """Save a checkpoint; resident bytes beyond those before, at peak."""
+    def save(self, path: str) -> Saved:
+        """Save a checkpoint."""
         keeper = self._keeper()
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes() or 0
+        begin = time.monotonic()
         keeper.save(path)
-        return (memory.peak_rss_nbytes() or 0) - before
+        end = time.monotonic()
+        return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
 
     def load(self, path: str) -> None:
         self._keeper().load(path)

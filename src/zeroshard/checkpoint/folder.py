@@ -96,8 +96,8 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Make a file that is there with all its content or not at all, for good."""
+def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
+    """Make a file that is there with all its content or not at all, for good (not named: once its folder is synced)."""
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         with open(scratch, "wb") as file:
@@ -108,7 +108,8 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
-    sync(path.parent)
+    if named:
+        sync(path.parent)
 
 
 def make_folders(path: Path) -> None:
@@ -166,12 +167,15 @@ class Draft:
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
         pointer, replaces = self.root / LATEST, target.exists()
         before, counts = _bytes_of(pointer), _pointed(self.root, complete(self.root))
-        write_whole(self.path / LATEST, f"{self.name}\n".encode())
+        write_whole(self.path / LATEST, f"{self.name}\n".encode(), named=False)
         try:
+            if not replaces:
+                both = "".join(f"{name}\n" for name in (self.name, counts) if name)
+                write_whole(self.path / _BOTH, both.encode(), named=False)
+            sync(self.path)  # the names of all that is in it
             if replaces:
                 os.rename(target, old)
             else:
-                write_whole(self.path / _BOTH, "".join(f"{name}\n" for name in (self.name, counts) if name).encode())
                 os.replace(self.path / _BOTH, pointer)
             os.rename(self.path, target)
             os.replace(target / LATEST, pointer)

@@ -222,7 +222,7 @@ class Listed:
         self.digests: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.text = "{}"
-        self._metadata, self._metadata_of = b"", ()
+        self.last_metadata, self._metadata_of = b"", ()
 
     def take(self, digests: list[str], told: list[bytes]) -> None:
         """Of new layouts. Raises CheckpointError where ranks do not cover every tensor exactly once."""
@@ -235,8 +235,8 @@ class Listed:
         files = [file.name for file in manifest.files]
         made_of = (self.digests, files, manifest.objects, manifest.ties)
         if self._metadata_of != made_of:
-            self._metadata, self._metadata_of = _metadata_of(manifest, files), made_of
-        return self._metadata
+            self.last_metadata, self._metadata_of = _metadata_of(manifest, files), made_of
+        return self.last_metadata
 
 
 def _join(told: list[bytes]) -> dict[str, TensorEntry]:
@@ -275,14 +275,27 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     return manifest
 
 
-def write(folder: Path, manifest: Manifest, listed: Listed) -> None:
-    """Write `.metadata` and then `manifest.json`, for good."""
-    metadata, path = listed.metadata(manifest), folder / ".metadata"
+def write_ahead(folder: Path, listed: Listed) -> bytes:
+    """Write `.metadata` as it was in the last save, which it mostly is again; what was written."""
+    if listed.last_metadata:
+        _write_metadata(folder, listed.last_metadata)
+    return listed.last_metadata
+
+
+def _write_metadata(folder: Path, metadata: bytes) -> None:
+    path = folder / ".metadata"
     path.write_bytes(metadata)
     sync(path)
+
+
+def write(folder: Path, manifest: Manifest, listed: Listed, ahead: bytes = b"") -> None:
+    """Write `.metadata`, where it is not there already (`write_ahead`), and then `manifest.json`: for good once the folder is synced."""
+    metadata = listed.metadata(manifest)
+    if metadata != ahead:
+        _write_metadata(folder, metadata)
     digests = [xxhash.xxh3_64_hexdigest(metadata[at : at + DIGEST_NBYTES]) for at in range(0, len(metadata), DIGEST_NBYTES)]
     manifest.files.append(FileEntry(".metadata", len(metadata), tuple(digests)))
-    write_whole(folder / MANIFEST, manifest.to_json(listed.text))
+    write_whole(folder / MANIFEST, manifest.to_json(listed.text), named=False)
 
 
 def _metadata_of(manifest: Manifest, files: list[str]) -> bytes:

@@ -1,7 +1,7 @@
 """One save on one rank: its file, and on rank 0 what makes a checkpoint of all of them.
 
-    foreground   open | copy, write, sync, list | publish                 ranks meet after each (see `together`)
-    background   open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
+    foreground   look | open, copy, write, sync, list | publish               ranks meet after each (see `together`)
+    background   look | open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
 
 What the library guards (parameters at stage 3, masters, sharded states in memory) is copied while forward and backward run:
 who is about to write it, an optimizer step above all, waits until that is done (`Saver.await_copy`). What rests on disk or
@@ -31,7 +31,7 @@ import torch
 import xxhash
 
 from ..config import Tier
-from ..errors import CheckpointError, CheckpointWriteError, OffloadIOError, ZeroshardError
+from ..errors import CheckpointError, CheckpointWriteError, ConfigError, OffloadIOError, ZeroshardError
 from ..memory.files import Engine
 from ..optim.sharded import OptimizerCore
 from ..runtime import Runtime
@@ -166,17 +166,14 @@ class Writing:
     """One save on one rank."""
 
     def __init__(
-        self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
-        shared: set[str], begin: float,
+        self, saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], shared: set[str], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.comm
-        self.draft = draft if isinstance(draft, places.Draft) else None
-        self.folder = draft.path if isinstance(draft, places.Draft) else draft
+        self.draft: places.Draft | None = None  # rank 0's
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
         self.extras = extras
         self.stem = f"rank-{self.comm.rank:05d}"
-        self.file = self.folder / f"{self.stem}.distcp"
         self.held: int | None = None  # the lock that tells that this rank is alive
         self.locked = True  # rank 0 sees the locks of all
         self.signs: dict[int, tuple[int, float]] = {}  # rank -> (time of its file, when that was first seen)
@@ -185,22 +182,27 @@ class Writing:
         self.writer: FileWriter | None = None
         self.extra: dict[str, Any] = {}
         self.digests: list[str] = []  # of the ranks' layouts
+        self.metadata = b""  # `.metadata`, as far as it is written
         self.mark: Any = None  # in the order of the device's work: the state that is saved
 
-    def run(self) -> Save:
-        """Fill, and write: here, or in a thread."""
+    def look(self) -> None:
+        """What there is to be written, and what goes where."""
+        self.contents = self._quietly(lambda: holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only))
+        self.layout = self._with_extras(self.saver.layout(self.contents))
+
+    def run(self, draft: Path | places.Draft) -> Save:
+        """Fill, and write: here, or in a thread. draft: the folder, on rank 0 with its lock."""
+        self.draft = draft if isinstance(draft, places.Draft) else None
+        self.folder = draft.path if isinstance(draft, places.Draft) else draft
+        self.file = self.folder / f"{self.stem}.distcp"
         try:
-            optimizer = self.runtime.optimizer
-            if optimizer is not None:
-                optimizer.core.drain()
-            opened = self._together("making the files", self._open)
-            self.digests = [digest for digest, _ in opened]
-            if opened[0][1] != self.digests:
-                self._together("telling what is in them", self._tell_tensors)
             if self.plan.asynchronous:
+                self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
             else:
-                parts = self._together("writing", self._copy_and_write)
+                written = self._together("writing", lambda: (self._open(), self._copy_and_write()))
+                self._compare([opened for opened, _ in written])
+                parts = [part for _, part in written]
                 self._together("completing", (lambda: self._publish(parts)) if self.draft is not None else lambda: None)
         except BaseException:
             self._give_up()
@@ -217,17 +219,17 @@ class Writing:
         return save
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Work that does not use `comm`: a swap file that can not be read is an error of this save, told like others."""
+        """Work that does not use `comm`."""
+        return together(self.comm, f"zs.save: {what}", lambda: self._quietly(work), self._stop)
+
+    def _quietly(self, work: Callable[[], Any]) -> Any:
+        """Do what is told to the others at its end: a swap file that can not be read is an error of this save as any."""
         tiers = self.runtime.tiers
-
-        def quiet() -> Any:
-            before, tiers.background = tiers.background, threading.get_ident()
-            try:
-                return work()
-            finally:
-                tiers.background = before
-
-        return together(self.comm, f"zs.save: {what}", quiet, self._stop)
+        before, tiers.background = tiers.background, threading.get_ident()
+        try:
+            return work()
+        finally:
+            tiers.background = before
 
     def _stop(self) -> None:
         if self.writer is not None:
@@ -244,16 +246,25 @@ class Writing:
             os.close(held)
 
     def _open(self) -> tuple[str, list[str] | None]:
-        """What there is to be written, and the file with all its space; digest of the layout, and of those that rank 0 knows."""
-        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only)
-        self.layout = layout = self._with_extras(self.saver.layout(self.contents))
-        asynchronous = self.plan.asynchronous
+        """The file with all its space; digest of the layout, and of those that rank 0 knows."""
+        if not os.path.isdir(self.folder):
+            raise ConfigError(
+                f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
+            )
+        layout, asynchronous = self.layout, self.plan.asynchronous
+        assert layout is not None
         with self._write_errors():
             self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
             self.held = places.hold(self.file) if asynchronous else None
         ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
         self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
+
+    def _compare(self, opened: list[tuple[str, list[str] | None]]) -> None:
+        """Rank 0 learns the layouts, where they are not those of the last save (collective). opened: what `_open` returned."""
+        self.digests = [digest for digest, _ in opened]
+        if opened[0][1] != self.digests:
+            self._together("telling what is in the files", self._tell_tensors)
 
     def _tell_tensors(self) -> None:
         with self._write_errors():
@@ -299,6 +310,9 @@ class Writing:
     def _copy_and_write(self) -> bytes:
         """This rank's part; b"" where it is so large that it is in a file."""
         self._copy()
+        if self.draft is not None:  # the disk has not come so far
+            with self._write_errors():
+                self.metadata = listing.write_ahead(self.folder, self.saver.listed)
         return self._write(_SMALL_NBYTES)
 
     def _write(self, small_nbytes: int) -> bytes:
@@ -327,7 +341,7 @@ class Writing:
                     name.unlink()
             names = [self._file_of(rank, "json") for rank in ranks if not parts[rank]]
             whole = [parts[rank] or self._file_of(rank, "json").read_bytes() for rank in ranks]
-            listing.write(self.folder, listing.join(whole, self._facts(), listed), listed)
+            listing.write(self.folder, listing.join(whole, self._facts(), listed), listed, self.metadata)
             for name in names:
                 name.unlink()
             self.draft.publish(self.plan.overwrite)
