@@ -259,6 +259,66 @@ def test_b07_a_rank_that_does_not_see_the_folder(asynchronous, tmp_path, monkeyp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"]
 
 
+def test_b07_a_rank_lost_before_there_is_a_file_spares_the_others_writing(tmp_path, monkeypatch):
+    """What is known to be in vain is not written, however slowly the disk gave the space."""
+    saves: list[writing.Writing] = []
+    ended = threading.Event()
+    opened, make = writing.Writing._open, datafile.open_file
+
+    def _open(self):
+        if self.comm.rank == 1:
+            monkeypatch.setattr(self.comm, "exchange", dead)  # also of the thread that says that it is still at it
+            self.comm.abort("Broken")
+            ended.wait(20)
+            raise RuntimeError("mine")
+        saves.append(self)
+        return opened(self)
+
+    def dead(*arguments: object) -> None:
+        raise RuntimeError("mine")
+
+    def slow(path, nbytes, **options):
+        deadline = time.monotonic() + 20
+        while not saves[0].in_vain and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return make(path, nbytes, **options)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        runtime_of(model).comm.exchange(b"", "built")
+        if rank == 0:
+            monkeypatch.setattr(writing.Writing, "_open", _open), monkeypatch.setattr(datafile, "open_file", slow)
+        runtime_of(model).comm.exchange(b"", "armed")
+        error = raised_by(lambda: zs.save(tmp_path, model, optimizer))
+        ended.set()
+        assert rank or isinstance(error, zs.PeerFailed), repr(error)
+
+    run_threads(2, rank_run)
+    assert saves[0].in_vain and saves[0].writer.digests == []
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_save_that_is_refused_leaves_a_delayed_update_as_it_is(tmp_path):
+    """Nothing has changed: training goes on with the bits of a run that did not ask."""
+
+    def rank_run(rank: int) -> list:
+        found = []
+        for asks in (False, True):
+            model, optimizer = build("tied", stage=2, offload_optimizer="cpu", delayed_update=0)
+            zs.save(tmp_path, model, optimizer, name="x", overwrite=True)
+            train(model, optimizer, rank, BATCHES[:3])
+            if asks:
+                with pytest.raises(zs.CheckpointError, match="exists"):
+                    zs.save(tmp_path, model, optimizer, name="x")
+            train(model, optimizer, rank, BATCHES[3:6])
+            found.append(snapshot(model, optimizer))
+            zs.close(model)
+        return found
+
+    for plain, asked in run_threads(2, rank_run):
+        assert_equal(asked, plain)
+
+
 def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, monkeypatch):
     """Who does not wait learns it from the next save, which does nothing; the one after saves."""
 

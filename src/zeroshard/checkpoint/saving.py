@@ -1,7 +1,7 @@
 """zs.save: every rank writes its own part; complete or invisible.
 
-    all ranks   agree on the name | look what there is              | fill buffers, write, sync | tell |                          | told
-    rank 0                                           make the draft                                    | manifest, rename, latest |
+    all ranks   agree on the name |                | fill buffers, write, sync | tell |                          | told
+    rank 0                        | make the draft |                                  | manifest, rename, latest |
     asynchronous: the caller goes on when buffers are filled; the rest happens in a thread of each rank, which meet by files in the draft
 
 Here is what comes before anything is written; writing.py has the rest. What takes the disk's time is done `together`.
@@ -13,7 +13,6 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable
 from errno import EIO, ENOTDIR
 from pathlib import Path
 from typing import Any
@@ -99,11 +98,10 @@ def save(
     shared = _agree(runtime.comm, plan, extras, problem)
     assert plan is not None
     _await_last(saver, plan)
-    _drain(runtime)
-    writing = Writing(saver, plan, core, {name: each.content for name, each in extras.items()}, shared, begin)
-    draft = _make_draft(runtime.comm, plan, writing.look)
+    draft = _make_draft(runtime.comm, plan)
     try:
-        return writing.run(draft)
+        contents = {name: each.content for name, each in extras.items()}
+        return Writing(saver, plan, draft, core, contents, shared, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -165,12 +163,6 @@ def _await_last(saver: Saver, plan: Plan) -> None:
         last.wait()
 
 
-def _drain(runtime: Runtime) -> None:
-    """An update that was delayed is made first (collective)."""
-    if runtime.optimizer is not None:
-        runtime.optimizer.core.drain()
-
-
 def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exception | None) -> set[str]:
     """All ranks ask for the same, and for what can be; the names of extras that are the same on all of them (collective)."""
     mine = (problem, plan, {name: each.digest for name, each in extras.items()})
@@ -194,14 +186,11 @@ def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exc
     return shared
 
 
-def _make_draft(comm: Comm, plan: Plan, look: Callable[[], None]) -> Path | places.Draft:
-    """The folder to write to, which rank 0 makes when all have had a look at what there is to write (collective)."""
+def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
+    """The folder to write to, which rank 0 makes (collective)."""
     root, made = Path(plan.root), []
 
     def make() -> str:
-        look()
-        if comm.rank:
-            return ""
         try:
             if root.exists() and not root.is_dir():
                 raise NotADirectoryError(ENOTDIR, "")
@@ -215,7 +204,7 @@ def _make_draft(comm: Comm, plan: Plan, look: Callable[[], None]) -> Path | plac
         return str(made[0].path)
 
     try:
-        path = together(comm, "zs.save: folder", make)[0]
+        path = together(comm, "zs.save: folder", make if comm.rank == 0 else lambda: "")[0]
     except BaseException:
         for draft in made:
             draft.discard()

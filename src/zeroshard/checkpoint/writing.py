@@ -1,7 +1,7 @@
 """One save on one rank: its file, and on rank 0 what makes a checkpoint of all of them.
 
-    foreground   look | open, copy, write, sync, list | publish               ranks meet after each (see `together`)
-    background   look | open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
+    foreground   open, copy, write, sync, list | publish                      ranks meet after each (see `together`)
+    background   open | copy some | . copy, write, sync, list . publish .     and `Save.wait` meets them again
 
 What the library guards (parameters at stage 3, masters, sharded states in memory) is copied while forward and backward run:
 who is about to write it, an optimizer step above all, waits until that is done (`Saver.await_copy`). What rests on disk or
@@ -166,15 +166,19 @@ class Writing:
     """One save on one rank."""
 
     def __init__(
-        self, saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], shared: set[str], begin: float,
+        self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
+        shared: set[str], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.comm
-        self.draft: places.Draft | None = None  # rank 0's
+        self.draft = draft if isinstance(draft, places.Draft) else None
+        self.folder = draft.path if isinstance(draft, places.Draft) else draft
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
         self.extras = extras
         self.stem = f"rank-{self.comm.rank:05d}"
+        self.file = self.folder / f"{self.stem}.distcp"
         self.held: int | None = None  # the lock that tells that this rank is alive
+        self.in_vain = False  # what is written will not be used
         self.locked = True  # rank 0 sees the locks of all
         self.signs: dict[int, tuple[int, float]] = {}  # rank -> (time of its file, when that was first seen)
         self.contents = Contents()
@@ -185,17 +189,12 @@ class Writing:
         self.metadata = b""  # `.metadata`, as far as it is written
         self.mark: Any = None  # in the order of the device's work: the state that is saved
 
-    def look(self) -> None:
-        """What there is to be written, and what goes where."""
-        self.contents = self._quietly(lambda: holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only))
-        self.layout = self._with_extras(self.saver.layout(self.contents))
-
-    def run(self, draft: Path | places.Draft) -> Save:
-        """Fill, and write: here, or in a thread. draft: the folder, on rank 0 with its lock."""
-        self.draft = draft if isinstance(draft, places.Draft) else None
-        self.folder = draft.path if isinstance(draft, places.Draft) else draft
-        self.file = self.folder / f"{self.stem}.distcp"
+    def run(self) -> Save:
+        """Fill, and write: here, or in a thread."""
         try:
+            optimizer = self.runtime.optimizer
+            if optimizer is not None:
+                optimizer.core.drain()
             if self.plan.asynchronous:
                 self._compare(self._together("making the files", self._open))
                 self.locked = self._together("copying", lambda: self._copy(self.layout.at_once))[0]  # type: ignore[union-attr]
@@ -219,19 +218,20 @@ class Writing:
         return save
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Work that does not use `comm`."""
-        return together(self.comm, f"zs.save: {what}", lambda: self._quietly(work), self._stop)
-
-    def _quietly(self, work: Callable[[], Any]) -> Any:
-        """Do what is told to the others at its end: a swap file that can not be read is an error of this save as any."""
+        """Work that does not use `comm`: a swap file that can not be read is an error of this save, told like others."""
         tiers = self.runtime.tiers
-        before, tiers.background = tiers.background, threading.get_ident()
-        try:
-            return work()
-        finally:
-            tiers.background = before
+
+        def quiet() -> Any:
+            before, tiers.background = tiers.background, threading.get_ident()
+            try:
+                return work()
+            finally:
+                tiers.background = before
+
+        return together(self.comm, f"zs.save: {what}", quiet, self._stop)
 
     def _stop(self) -> None:
+        self.in_vain = True
         if self.writer is not None:
             self.writer.stop()
 
@@ -246,16 +246,19 @@ class Writing:
             os.close(held)
 
     def _open(self) -> tuple[str, list[str] | None]:
-        """The file with all its space; digest of the layout, and of those that rank 0 knows."""
+        """What there is to be written, and the file with all its space; digest of the layout, and of those that rank 0 knows."""
         if not os.path.isdir(self.folder):
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
             )
-        layout, asynchronous = self.layout, self.plan.asynchronous
-        assert layout is not None
+        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only)
+        self.layout = layout = self._with_extras(self.saver.layout(self.contents))
+        asynchronous = self.plan.asynchronous
         with self._write_errors():
             self.writer = FileWriter(self.file, layout, self.saver.engine, self.saver.ring, eager=not asynchronous)
             self.held = places.hold(self.file) if asynchronous else None
+        if self.in_vain:  # a peer was lost while there was no writer to stop
+            self.writer.stop()
         ahead = -(-memory_nbytes(layout, self.contents) // BUFFER_NBYTES) + 1 if asynchronous else 0
         self.saver.ring.grow(max(ROTATING, ahead) if _all_in_memory(self.contents) else ROTATING + ahead)
         return self.saver.digest, self.saver.listed.digests if self.draft is not None else None
