@@ -559,3 +559,34 @@ def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, as
 
     run_threads(2, rank_run)
     assert {name for name in names(tmp_path / "d") if name.endswith("json")} == {"manifest.json"}
+
+
+def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
+    """Of the many buffers that a snapshot has left it uses as many as a first save: copying on would only hold up the writing."""
+    monkeypatch.setattr(datafile, "BUFFER_NBYTES", 1 << 20), monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
+    used: list[int] = []
+    plain = datafile.FileWriter.buffer
+
+    def buffer(self):
+        found = plain(self)
+        used.append(self.ring.count - self.ring.free)
+        return found
+
+    monkeypatch.setattr(datafile.FileWriter, "buffer", buffer)
+
+    plain_model = torch.nn.Linear(1024, 2048)
+    model, optimizer = zs.shard(plain_model, torch.optim.AdamW(plain_model.parameters()))
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    zs.save(tmp_path, model, optimizer, name="a", asynchronous=True).wait()
+    assert runtime_of(model).saver.ring.count > 2 * datafile.ROTATING and max(used) > datafile.ROTATING
+    used.clear()
+    zs.save(tmp_path, model, optimizer, name="b")
+    assert len(used) > 2 * datafile.ROTATING and max(used) <= datafile.ROTATING
+    expected = snapshot(model, optimizer)
+    zs.close(model)
+    monkeypatch.undo()
+    model, optimizer = zs.shard(plain_model, torch.optim.AdamW(plain_model.parameters()))
+    zs.load(tmp_path, model, optimizer, name="b")
+    assert_equal(snapshot(model, optimizer), expected)
+    zs.close(model)

@@ -39,7 +39,7 @@ from .dcp import ALIGN, frame
 
 BUFFER_NBYTES = 16 << 20
 FIRST_NBYTES = 4 << 20  # of the first buffer of a save that is waited for: the disk is idle until then
-ROTATING = 4  # buffers of a save that is waited for
+ROTATING = 4  # buffers of a save that is waited for, also where a snapshot has left more
 DIGEST_NBYTES = 1 << 20
 
 
@@ -204,6 +204,7 @@ class FileWriter:
         self._filling, self._segments, self._blobs = _Filling(self), layout.segments(), 0
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._may_write = threading.Event()
+        self._ahead = threading.Semaphore(ROTATING)  # buffers between copying and the disk: more only take cores from writing
         if eager:
             self._may_write.set()
         self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
@@ -233,6 +234,13 @@ class FileWriter:
             self._filling.emit()
             self._queue.put(None)
             self._may_write.set()
+
+    def buffer(self) -> Tensor | None:
+        """The next one to be filled, when there is one and a reason to fill it; None if the writer has failed."""
+        while self.eager and not self._ahead.acquire(timeout=0.2):
+            if not self.go_on():
+                return None
+        return self.ring.take(self.go_on)
 
     def go_on(self) -> bool:
         """There is no free buffer: see that there will be; False if the writer has failed."""
@@ -298,6 +306,7 @@ class FileWriter:
         except Exception as error:
             self.error = self.error or error
         self.ring.give(buffer)
+        self._ahead.release()
 
 
 class _Filling:
@@ -343,7 +352,7 @@ class _Filling:
         if self.buffer is not None and self.end - self.base < self.room:
             return True
         self.emit()
-        self.buffer = self.writer.ring.take(self.writer.go_on)
+        self.buffer = self.writer.buffer()
         if self.buffer is None or self.writer.error is not None:
             return False
         self.memory, self.base = bytes_of(self.buffer), self.end
