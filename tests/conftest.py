@@ -17,7 +17,7 @@ import pytest
 import torch
 from offloading import emptied, strict_devices
 
-from zeroshard.comm import world
+from zeroshard.comm import backend_select
 from zeroshard.launch import share_imports
 
 
@@ -30,12 +30,13 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "beyond", "fake_world", "equivalence", "equivalence_wide", "processes", "recovery", "private_memory", "checkpoint_kills", "optimizer",
-    "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed", "cli", "cli_resume",
+    "larger_than_memory", "fake_world", "equivalence", "equivalence_wide", "processes", "failures", "uneven_data", "recovery", "private_memory",
+    "checkpoint_kills", "optimizer",
+    "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
     "checkpoint_edges", "load_memory",
     "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",
-    "kernels", "activations", "models", "bench_tiers", "import_foreign", "tiers", "checkpoint", "bench", "checkpoint_format",
-    "birth", "training_loops", "host_memory", "files", "tiers_options", "life_cycle",
+    "cpu_kernels", "activations", "models", "bench_tiers", "importers", "tiers", "checkpoint", "bench", "checkpoint_format",
+    "init_context", "training_loops", "host_memory", "async_file", "tiers_options", "life_cycle",
 )  # fmt: skip
 
 STDERR = pytest.StashKey()
@@ -147,4 +148,4 @@ def forked_teams(monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def _single_process_was_said():
     """The line comes once a process: whether a test sees it must not depend on which tests ran before. test_bad_input asks for it."""
-    world._solo_said = True
+    backend_select._solo_said = True

@@ -5,10 +5,8 @@
 """
 
 from . import io
-from .activations.checkpoints import checkpoint_activations
-from .activations.report import ActivationReport, activation_report
-from .activations.tiled_loss import tiled_cross_entropy
-from .activations.tiling import tile
+from .activation_checkpointing.checkpoint import checkpoint_activations
+from .activation_checkpointing.report import ActivationReport, activation_report
 from .api import (
     accumulate,
     backward,
@@ -19,13 +17,16 @@ from .api import (
     full_state_dict,
     shard,
 )
-from .birth import init
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
+from .checkpoint.safetensors import save_safetensors
 from .config import Config, Offload
+from .data.sampler import ShardedSampler
+from .data.uneven import join, stop_together
 from .errors import (
     BaseModelMismatch,
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointIncomplete,
     CheckpointMismatch,
     CheckpointNotFound,
     CheckpointReadError,
@@ -46,22 +47,24 @@ from .errors import (
     ZeroshardError,
 )
 from .optim.lion import Lion
-from .optim.record import StepRecord
-from .plan.forecast import Forecast, forecast
-from .report import Report, report
-from .sampler import ShardedSampler
+from .optim.step_record import StepRecord
+from .planner.forecast import Forecast, forecast
+from .planner.report import Report, report
+from .tiling.cross_entropy import tiled_cross_entropy
+from .tiling.tile import tile
 from .version import __version__
-from .weights import save_safetensors
-from .whole import gathered
+from .zero.gathered_parameters import gathered
+from .zero.init_context import init
 
 __all__ = [
-    "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointMismatch",
-    "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch", "Config", "ConfigError",
+    "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
+    "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
+    "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "init", "inspect_checkpoint", "io", "load", "report", "save", "save_safetensors", "shard", "tile",
-    "tiled_cross_entropy",
+    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "report", "save", "save_safetensors", "shard",
+    "stop_together", "tile", "tiled_cross_entropy",
 ]  # fmt: skip

@@ -2,10 +2,10 @@
 
 import sys
 
-from zeroshard.launch import end_with_parent
+from .launch import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()
-    from zeroshard.cli import main
+    from .cli import main
 
     sys.exit(main())

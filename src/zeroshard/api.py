@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
+import math
 import sys
 from collections.abc import Iterator
 from numbers import Real
@@ -15,24 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import birth, hooks
-from . import weights as streaming
-from .agreement import agree_on_values, check_same_model, optimizer_groups
-from .build import Builder, carry_hooks, open_tiers, swap
-from .checkpoint.opening import open_weights
-from .comm import world
+from .checkpoint import safetensors as streaming
+from .checkpoint.resolver import open_weights
+from .comm import backend_select
 from .comm.base import Comm
+from .comm.codec import exchange_values, sendable
 from .config import Config, Tier
 from .errors import ConfigError, OffloadIOError, ZeroshardError
-from .memory.host import keep_freed_memory, return_freed_memory
+from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
-from .optim.checks import check_elementwise, check_parameters, check_steps_itself
-from .optim.sharded import OptimizerCore, ShardedOptimizer, shard_optimizer
-from .partition import collect, partition
-from .runtime import Runtime, runtime_of
-from .sharded import ReplicatedParameter, ShardedTensor, set_data
-from .tiles import join, parts_in
-from .unit import ParamGroup, ParamHome, ParamSpec, Phase
+from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
+from .optim.validation import check_elementwise, check_parameters, check_steps_itself
+from .tensor.attributes import attributes_of
+from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
+from .tensor.tiled_parameter import join, parts_in
+from .zero import hooks, init_context
+from .zero.auto_wrap import check_lazy, collect, partition
+from .zero.rank_consistency import agree_on_values, check_same_model, optimizer_groups
+from .zero.runtime import Runtime, runtime_of
+from .zero.shard_model import Builder, carry_hooks, open_tiers, swap
+from .zero.shared_storage import check_sharing
+from .zero.unit import ParamGroup, ParamHome, ParamSpec, Phase
 
 
 def shard(
@@ -40,7 +43,7 @@ def shard(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     config: Config | None = None,
-    comm: world.Choice | None = None,
+    comm: backend_select.Choice | None = None,
     weights: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -68,12 +71,13 @@ def shard(
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     specs = collect(model, config)
+    check_sharing(model, specs)
     if optimizer is not None:
         check_elementwise(optimizer)
         check_steps_itself(optimizer)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
-    group = world.current(comm, device, config.stall_timeout_s)
+    group = backend_select.current(comm, device, config.stall_timeout_s)
     check_same_model(group, model, specs, config, optimizer)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
@@ -86,11 +90,11 @@ def shard(
     elif config.keep_host_memory and device.type == "cpu":
         keep_freed_memory()
     runtime = _build(model, optimizer, config, group, specs)
-    undefined = birth.materialise_buffers(model, device)
+    undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]
     if undefined or meta_names:
-        birth.initialise(model, meta_names, undefined)
+        init_context.initialise(model, meta_names, undefined)
     if weights is not None:  # last: what initialised a buffer may have written its module's parameters as well
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
@@ -114,6 +118,7 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         if "_zeroshard" in module.__dict__:
             where = "this model" if module is model else f"its submodule {name}"
             raise ZeroshardError(f"{where} is sharded already: shard() once, or zs.close() it first.")
+    check_lazy(model)
     for name, param in model.named_parameters():
         if isinstance(getattr(param, "_home", None), ParamHome):
             raise ZeroshardError(f"{name} belongs to a model that is sharded already: zs.close() that one first.")
@@ -184,6 +189,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     values to come back: files are removed, and the error is raised again.
     """
     runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.close")
     runtime.recover()
     try:
         runtime.tiers.check()
@@ -255,10 +261,9 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     compute = group.compute[index]
     compute.data = value
     compute.requires_grad_(param.requires_grad)  # as the user has it
-    attributes = {k: v for k, v in param.__dict__.items() if not k.startswith("_")}
+    compute.__dict__.update(attributes_of(param))
     del param._compute
     if swap(param, compute):
-        param.__dict__.update(attributes)
         carry_hooks(compute, param)
     else:
         for owner, attribute in spec.owners:
@@ -276,7 +281,7 @@ def accumulate(model: nn.Module) -> Iterator[None]:
     """
     runtime = runtime_of(model)
     previous, runtime.sync = runtime.sync, False
-    runtime.accumulated = True
+    runtime.account.held = True
     try:
         yield
     finally:
@@ -295,16 +300,19 @@ def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)
-    runtime.weighing = True
-    try:
+    if weight == math.inf:
+        raise ConfigError("weight: expected a finite number, got inf: the mean over all weights would not be a number.")
+    with runtime.account.weighted(weight):
         (loss * weight).backward()
-    finally:
-        runtime.weighing = False
-    runtime.weight += weight
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the global gradient norm over all ranks, tied parameters counted once; the norm before (collective)."""
+    """Clip the global gradient norm over all ranks, tied parameters counted once; the norm before (collective).
+
+    max_norm: at least 0. As in torch 0 makes all gradients zeros (the option max_grad_norm=0 never clips), inf none
+    smaller. A norm that is not finite leaves gradients as they are: the step that follows asks again, since they may have
+    been mended, and clips then, or is skipped.
+    """
     core = _core(runtime_of(model))
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
 
@@ -327,6 +335,7 @@ def _core(runtime: Runtime) -> OptimizerCore:
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
     """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
     runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.full_state_dict")
     runtime.tiers.check()
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:
@@ -350,6 +359,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The mean gradient of every trainable parameter by its name in `model.named_parameters()`, whole, on every rank (collective)."""
     runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.full_gradients")
     runtime.flush()
     result: dict[str, Tensor | None] = {}
     for group in runtime.groups:
@@ -372,6 +382,7 @@ def _cloned(value: Any) -> Any:
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The optimizer's state of every parameter by its name in `model.named_parameters()`, tensors whole, on every rank (collective)."""
     runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.full_optimizer_state")
     core = _core(runtime)
     states = core.state_by_param()
     return {spec.name: _full_state(core, group, index, states) for group in runtime.groups
@@ -383,10 +394,17 @@ def _full_state(core: OptimizerCore, group: ParamGroup, index: int, states: dict
     mine = states.get(group.params[index], {})
     plain = {k: _on_host(v) for k, v in mine.items() if not isinstance(v, ShardedTensor)}
     sharded = {k: v._local for k, v in mine.items() if isinstance(v, ShardedTensor)}
-    described = pickle.dumps((plain, {k: v.dtype for k, v in sharded.items()}))
-    everyone = [pickle.loads(part) for part in core.comm.exchange(described, "optimizer state: keys")]
-    result: dict[str, Any] = {}
-    for other, dtypes in everyone:
+    kept = {k for k, v in plain.items() if not sendable(v)}  # of a class of its own
+    mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
+    everyone = exchange_values(core.comm, mine, "optimizer state: keys")
+    for key in sorted({key for _, _, theirs in everyone for key in theirs}):
+        if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
+            raise ConfigError(
+                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain data "
+                "that could be sent to them."
+            )
+    result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
+    for other, dtypes, _ in everyone:
         result |= {k: v for k, v in other.items() if k not in result}
         for key, dtype in dtypes.items():
             sharded.setdefault(key, torch.empty(0, dtype=dtype, device=core.comm.device))

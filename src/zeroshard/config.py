@@ -72,6 +72,11 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _is_count(value: object) -> bool:
+    """Also as a float, since 5e8 is one."""
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)  # type: ignore[operator,call-overload]
+
+
 def _is_scale(value: object) -> bool:
     return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
 
@@ -80,6 +85,13 @@ _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
 _WHOLE = _Kind("a whole number", _is_whole)
 _POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
+_COUNT = _Kind("a whole number of at least 0", lambda value: _is_count(value))
+_BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
+_MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
+_SECONDS = _Kind(
+    f"a number of seconds above 0, at most {_MAX_SECONDS:,}",
+    lambda value: _is_number(value) and 0 < value <= _MAX_SECONDS,
+)
 _FOLDER = _Kind("the path of a folder", lambda value: isinstance(value, (str, os.PathLike)))
 
 
@@ -109,8 +121,9 @@ class Offload:
 
     device:        "none", "cpu" (host memory) or "nvme" (files on a local disk).
     path:          nvme: an existing folder on that disk; a folder of this run is made in it, and removed at the end.
+                   None: Config.offload_path (of zs.checkpoint_activations: its path).
     pin_memory:    page-locked host memory where there is a GPU: copies run beside the computation.
-    ratio:         optimizer: this fraction of the states is offloaded, the rest stays on the device.
+    ratio:         optimizer: this fraction of the states, 0 to 1, is offloaded, the rest stays on the device.
     buffer_count, buffer_nbytes: host buffers through which states pass, per rank: how many, and bytes of each. Parameters
                    have half as many, each of the largest shard.
     fused:         optimizer: step with torch's fused kernels. None: as the optimizer was built if it computes on the
@@ -135,8 +148,6 @@ class Offload:
             raise ConfigError(
                 f"offload device: expected 'none', 'cpu' or 'nvme', got {self.device!r}.{did_you_mean(self.device, _TIERS)}"
             )
-        if self.tier is Tier.DISK and self.path is None:
-            raise ConfigError("offload to 'nvme' needs a folder on a local disk: offload_path='...', or Offload('nvme', path='...').")
         if self.buffer_count < 2 or self.buffer_nbytes < 1 << 16:
             raise ConfigError(
                 "offload buffers: expected a buffer_count of at least 2 and buffer_nbytes of at least 65536, got "
@@ -148,26 +159,39 @@ class Offload:
         return _TIERS[self.device]
 
     @classmethod
-    def of(cls, given: object, path: str | None, name: str) -> Offload:
-        """From an Offload, a device name, a mapping of fields, or None."""
+    def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
+        """From an Offload, a device name, a mapping of fields, or None. path: of one on disk without; from `option`."""
+        offload = cls._read(given, name)
+        if offload.tier is not Tier.DISK or offload.path is not None:
+            return offload
+        if path is None:
+            raise ConfigError(
+                f"{name}: offload to 'nvme' needs a path, of a folder on a local disk: {option}='...' for all that "
+                "name none, or Offload('nvme', path='...')."
+            )
+        return dataclasses.replace(offload, path=path)
+
+    @classmethod
+    def _read(cls, given: object, name: str) -> Offload:
         if isinstance(given, Offload):
             return given
         if given is None or isinstance(given, str):
-            device = given or "none"
-            return cls(device, path=path if _TIERS.get(device) is Tier.DISK else None)
-        if isinstance(given, Mapping):
-            given = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
-            known = {f.name for f in dataclasses.fields(cls)}
-            for key in given:
-                if key not in known:
-                    raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}.")
-            if given and "device" not in given:
-                raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
-            for key in _OPTIMIZER_ONLY:
-                if key in given and name != "offload_optimizer":
-                    raise ConfigError(f"{name}: {key} is of the optimizer's states alone: give it to offload_optimizer.")
-            return cls(**{"path": path, **given} if given.get("device") in ("nvme", "disk") else given)
-        raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {type(given).__name__}.")
+            return cls(given or "none")
+        if not isinstance(given, Mapping):
+            got = type(given).__name__
+            raise ConfigError(f"{name}: expected 'none', 'cpu', 'nvme', an Offload or a mapping, got {got}.")
+        given = {"path" if key == "nvme_path" else key: value for key, value in given.items()}
+        known = {f.name for f in dataclasses.fields(cls)}
+        for key in given:
+            if key not in known:
+                listed = ", ".join(sorted(known))
+                raise ConfigError(f"{name}: unknown field {key!r}.{did_you_mean(key, known)} Known: {listed}.")
+        if given and "device" not in given:
+            raise ConfigError(f"{name}: {given} names no device, so nothing would be offloaded: add 'device': 'cpu'.")
+        for key in _OPTIMIZER_ONLY:
+            if key in given and name != "offload_optimizer":
+                raise ConfigError(f"{name}: {key} is of the optimizer's states alone: give it to offload_optimizer.")
+        return cls(**given)
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -202,9 +226,10 @@ def _are_dtypes(value: object) -> bool:
 _DTYPE = _Kind("torch.float32, bfloat16 or float16", lambda value: value in PRECISIONS.values())
 _CONFIG_KINDS = {
     "units": _Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
-    **dict.fromkeys(
-        ("max_grad_norm", "max_unit_numel", "stall_timeout_s", "prefetch_nbytes", "min_unit_numel", "delayed_update",
-         "max_live_parameters", "prefetch_bucket_size"), _LENGTH),
+    "max_grad_norm": _LENGTH,
+    "stall_timeout_s": _SECONDS,
+    **dict.fromkeys(("min_unit_numel", "delayed_update"), _COUNT),
+    **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
     **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
     "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
@@ -239,11 +264,11 @@ class Config:
     units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
                       (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
                       or a function (name, module) -> bool.
-    max_unit_numel:   units of more elements are split at their children.
-    min_unit_numel:   neighbouring units are merged until they have this many elements.
-    max_grad_norm:    clip the global norm to this before each step.
+    max_unit_numel:   units of more elements are split at their children, as far as they have any (0: all units).
+    min_unit_numel:   neighbouring units are merged until they have this many elements; 0: none are.
+    max_grad_norm:    clip the global norm to this before each step; None, or 0 as elsewhere in the field: never.
     overlap:          run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes:  at most so many bytes are gathered ahead of use (one unit always is).
+    prefetch_nbytes:  at most so many bytes are gathered ahead of use (one unit always is, also with 0).
     gradient_dtype:   dtype in which reduced gradients rest and accumulate.
     reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are fp32 always.
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
@@ -252,23 +277,26 @@ class Config:
                       where the dtype changes. Norms with running statistics are fp32 unless a key matches them.
     cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
                       (rotary tables need fp32; a table that is added to activations must be cast).
-    loss_scale:       fp16: "dynamic" or a fixed number.
+    loss_scale:       fp16: "dynamic" or a fixed number above 0.
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
-    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host.py). With parameters
+    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
         on disk it is told to give large blocks back at once.
     offload_optimizer: where optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
                       device ("none", "cpu", "nvme"), or a mapping of its fields.
     offload_gradient: where reduced gradient shards rest (stages 2, 3). Default: on the host if the optimizer is offloaded.
     offload_param:    where parameter shards rest (stage 3).
     offload_path:     folder for every state on "nvme" that does not name its own.
-    delayed_update:   None, or after so many warm-up steps the host's update of a step runs beside the next step's forward
-                      and backward (one step late; ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper).
+    delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
+                      beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
+                      section 4.3; 40 in the paper).
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
-                      gathered in between.
+                      gathered in between; 0: none.
     prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
-    stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing.
+    stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing. Above 0, at most 2,000,000.
+
+    What bounds a number of elements or bytes may be inf: no bound.
     """
 
     stage: int = 3
@@ -312,15 +340,16 @@ class Config:
         if isinstance(self.dtypes, Mapping):
             object.__setattr__(self, "dtypes", {key: _as_dtype(dtype) for key, dtype in self.dtypes.items()})
         _check_fields(self, _CONFIG_KINDS)
+        if self.max_grad_norm == 0:
+            object.__setattr__(self, "max_grad_norm", None)
         self._normalise_offload()
 
     def _normalise_offload(self) -> None:
-        path = str(self.offload_path) if self.offload_path is not None else None
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
             given = getattr(self, name)
             if given is None and name == "offload_gradient" and self.row.gradient is Placement.SHARDED:
                 given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None  # type: ignore[union-attr]
-            object.__setattr__(self, name, Offload.of(given, path, name))
+            object.__setattr__(self, name, Offload.of(given, self._offload_folder, name))
         needs = {
             "offload_optimizer": (self.row.optimizer, "1, 2 or 3"),
             "offload_gradient": (self.row.gradient, "2 or 3"),
@@ -360,12 +389,21 @@ class Config:
                 raise ConfigError(f"unknown option {name!r}.{hint} Known: {', '.join(sorted(known))}.")
         given = {name: value for name, value in options.items() if value is not None}
         given = {**PRESETS[preset], **given} if preset is not None else given
+        if config is not None and "offload_path" in given:  # also for what took the folder of `config`
+            for name in ("offload_optimizer", "offload_gradient", "offload_param"):
+                state = getattr(config, name)
+                if state.path is not None and state.path == config._offload_folder:
+                    given.setdefault(name, dataclasses.replace(state, path=None))
         return dataclasses.replace(config, **given) if config is not None else cls(**given)  # type: ignore[arg-type]
 
     @classmethod
     def preset(cls, name: str, **options: object) -> Config:
         """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
         return cls.build(None, preset=name, **options)
+
+    @property
+    def _offload_folder(self) -> str | None:
+        return str(self.offload_path) if self.offload_path is not None else None
 
     @property
     def row(self) -> Row:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
-from errno import EBADMSG, EDQUOT, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
+import re
+from collections.abc import Iterable, Sequence
+from errno import EBADMSG, EDQUOT, EFBIG, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
 
 
 class ZeroshardError(RuntimeError):
@@ -21,11 +22,11 @@ class ConfigError(ZeroshardError, ValueError):
 
 
 class ModelMismatch(ZeroshardError, ValueError):
-    """Ranks built different models, or one model was given where another was expected."""
+    """Ranks built different models, or wrote different values into one; or another model was expected."""
 
 
 class ModelChanged(ZeroshardError):
-    """A sharded model was changed behind the library's back (parameter replaced, requires_grad toggled)."""
+    """A sharded model was changed behind the library's back (a parameter replaced, or unfrozen that was frozen at zs.shard)."""
 
 
 class ShardedAccessError(ZeroshardError):
@@ -48,14 +49,48 @@ class CollectiveMismatch(ZeroshardError):
     """Ranks entered different collective operations."""
 
 
+class MalformedMessage(ZeroshardError):
+    """Bytes that should be what a rank tells are not."""
+
+
+LEFT = "left at the end of its script, or by SystemExit"
+SCRIPT_ENDED = "its script came to an end before those of the others"
+_IN_LOOP = ("end of backward", "optimizer step", "reduce ", "gather ", "a staging buffer", "what comes next", "forward of ")
+
+
+def left_loop(gone: Sequence[int], label: str, others: str) -> str:
+    """' Rank 0 left the training loop ...', for ranks that wait for it at `label`, a place in that loop; else ''."""
+    if not gone or not label.startswith(_IN_LOOP):
+        return ""
+    ranks = f"Rank {gone[0]}" if len(gone) == 1 else f"Ranks {', '.join(map(str, gone))}"
+    found = re.search(r"\[step (\d+)\]", label)
+    after = f" after step {int(found[1]) - 1}" if found else ""
+    there = f"in step {found[1]}" if found else "still inside"
+    return (
+        f" {ranks} left the training loop{after} (its data ended?) while {others} {there}. Where ranks have unequally many batches put "
+        "`with zs.join(model):` around the loop, or iterate over zs.stop_together(model, loader)."
+    )
+
+
 class PeerFailed(ZeroshardError):
-    """Another rank raised, exited or was killed; carries its traceback where it could send one."""
+    """Another rank raised, exited or was killed; carries its traceback where it could send one.
+
+    rank: of the world; the rank that failed first, also where this one was told by another that went down with it. reason: what
+    that rank said last, or how its process ended.
+    """
 
     def __init__(self, rank: int, reason: str, waiting_for: str = "") -> None:
-        self.rank = rank
-        self.reason = reason
+        self.rank, self.reason, self.waiting_for = rank, reason, waiting_for
         where = f" (this rank was waiting for: {waiting_for})" if waiting_for else ""
-        super().__init__(f"rank {rank} failed{where}: {reason}")
+        hint = left_loop([rank], waiting_for, "this rank is") if reason == LEFT or SCRIPT_ENDED in reason else ""
+        if reason.startswith("left "):  # on purpose
+            how, _, text = reason.partition("\n")
+            super().__init__(f"rank {rank} {how}{where}" + (f".{hint}" if hint else "") + (f"\n{text}" if text else ""))
+        else:
+            super().__init__(f"rank {rank} failed{where}: {reason}" + (f".{hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple:
+        return PeerFailed, (self.rank, self.reason, self.waiting_for)
 
 
 class StallError(ZeroshardError):
@@ -85,14 +120,33 @@ _IO_REMEDIES = {
 }
 
 
+def io_remedy(errno: int) -> str:
+    """What to do about an error of the system that met a file."""
+    if errno == EFBIG:
+        return _file_limit()
+    return _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
+
+
+def _file_limit() -> str:
+    """Which limit a file has met: the process's own, or the filesystem's."""
+    import resource  # POSIX only, as this error is
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    filesystem = "the filesystem takes no file of that size: choose a folder on another one, or more ranks with smaller files"
+    if limit == resource.RLIM_INFINITY:
+        return filesystem
+    own = f"this process may make no file larger than {limit:,} bytes (ulimit -f): raise that limit for all ranks"
+    return f"{own}. Or, if it is not met, {filesystem}"
+
+
 class OffloadIOError(ZeroshardError):
     """A read or write of an offloaded tensor failed: `file` (path), `offset` (bytes), `errno`."""
 
     def __init__(self, file: str, offset: int, errno: int, what: str = "access") -> None:
         self.file, self.offset, self.errno, self.what = str(file), offset, errno, what
-        remedy = _IO_REMEDIES.get(errno, "check that the folder still exists and may be written")
         name = errorcode.get(errno, str(errno))
-        super().__init__(f"{what} of {self.file} failed at byte {offset}: {name} ({os.strerror(errno)}); {remedy}")
+        failed = f"{what} of {self.file} failed at byte {offset}: {name} ({os.strerror(errno)})"
+        super().__init__(f"{failed}; {io_remedy(errno)}")
 
     def __reduce__(self) -> tuple:
         return OffloadIOError, (self.file, self.offset, self.errno, self.what)
@@ -104,6 +158,10 @@ class CheckpointError(ZeroshardError):
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint where one was asked for."""
+
+
+class CheckpointIncomplete(CheckpointNotFound):
+    """What was asked for is there, but without its manifest, which says what lies where: it can not be loaded."""
 
 
 class CheckpointReadError(CheckpointError, OSError):
@@ -132,10 +190,10 @@ class CheckpointWriteError(CheckpointError):
     def __init__(self, path: str, errno: int, needed: int, free: int | None, what: str = "") -> None:
         self.path, self.errno, self.needed, self.free, self.what = str(path), errno, needed, free, what
         name = errorcode.get(errno, str(errno))
-        there = "how many are free is unknown" if free is None else f"{free:,} are free"
+        there = ", how many are free is unknown" if free is None else f", {free:,} are free"
         super().__init__(
-            f"{what or 'saving a checkpoint'}: {self.path}: {name} ({os.strerror(errno)}); {needed:,} bytes are needed, {there}; "
-            f"{_IO_REMEDIES.get(errno, 'check that the folder still exists and may be written')}. Nothing was "
+            f"{what or 'saving a checkpoint'}: {self.path}: {name} ({os.strerror(errno)}); {needed:,} bytes are needed"
+            f"{'' if errno == EFBIG else there}; {io_remedy(errno)}. Nothing was "
             "changed: earlier checkpoints and the training state are as they were"
         )
 

@@ -253,7 +253,10 @@ def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Ca
         sys.modules["torch"].set_num_threads(1)
     try:
         answer = pickle.dumps((fn(rank, ranks, *args), None))  # plain pickle: torch's own one shares memory handles
-    except BaseException:
+    except BaseException as error:
+        world = sys.modules.get("zeroshard.comm.backend_select")  # not imported by this file, which can be used alone
+        if world is not None:
+            world.announce(error)  # os._exit, below, tells nobody
         writer.send_bytes(pickle.dumps((None, traceback.format_exc())))
         writer.close()
         sys.stdout.flush()

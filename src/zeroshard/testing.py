@@ -2,23 +2,26 @@
 
     results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard just works in each
 
-Torch's global random generator is shared by all threads: draw with a torch.Generator of your own, or before.
+Torch's global random generator is shared by all threads: draw with a torch.Generator of your own, or before. Automatic
+collection of garbage rests until the threads have ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from .comm import world
-from .comm.shared import SharedComm
+from .comm import backend_select
+from .comm.failure import failure_of
+from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
 from .errors import PeerFailed
 
@@ -31,22 +34,23 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
 
     def body(rank: int) -> None:
         comm = SharedComm(ThreadTransport(shared, rank), torch.device("cpu"), stall_timeout_s=timeout_s)
-        world.set_thread_comm(comm)
+        backend_select.set_thread_comm(comm)
         try:
             results[rank] = fn(rank, *args)
         except BaseException as error:
             errors[rank] = error
-            comm.abort(traceback.format_exc())
+            comm.fail(failure_of(error, rank))
         finally:
             comm.close()
-            world.set_thread_comm(None)
+            backend_select.set_thread_comm(None)
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank{rank}") for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    with _no_automatic_collection():
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
         faulthandler.dump_traceback(file=sys.stderr)
         raise TimeoutError(f"threads still ran after {timeout_s} s: {[t.name for t in threads if t.is_alive()]}")
@@ -58,3 +62,20 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
         ) else None
         raise error
     return results
+
+
+@contextlib.contextmanager
+def _no_automatic_collection() -> Iterator[None]:
+    """Garbage waits until the threads have ended.
+
+    torch.get_rng_state() holds the generator's lock while it makes its tensor, and to make one may start a collection.
+    If a finalizer then lets go of the interpreter, and another thread asks for the state (every checkpointed block
+    does), each waits for what the other holds, for ever, in C.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

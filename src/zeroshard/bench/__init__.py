@@ -18,7 +18,7 @@ The package reads from top to bottom:
     gpu.py          one GPU: speed on each tier, and the largest models
     figures.py      medians, ratios per round, bounds, goals and verdicts
     sheets.py       tables as cells, for the terminal and in Markdown
-    report.py       results.json, results.md; plot.py draws the PNG
+    planner/report.py       results.json, results.md; plot.py draws the PNG
     command.py      the command line
     beyond.py       a proof, not a comparison: training beyond memory, in a cage (cage.py)
 
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; the command line is described by `zeroshard bench --help`."""
-    from zeroshard.bench.command import main as command_main
+    from .command import main as command_main
 
     return command_main(argv)
 

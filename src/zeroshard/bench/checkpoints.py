@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from zeroshard.bench.diskprobe import bandwidth
-from zeroshard.bench.figures import Goal
-from zeroshard.bench.keepers import written_nbytes
-from zeroshard.bench.plan import Contender, ModelShape, Workload
-from zeroshard.bench.race import missing_reason
-from zeroshard.bench.sheets import PLAIN, WARNING, Sheet, number
-from zeroshard.bench.team import Team, TeamFailed
+from .checkpoint_contenders import written_nbytes
+from .disk_bandwidth import bandwidth
+from .plan import Contender, ModelShape, Workload
+from .race import missing_reason
+from .statistics import Goal
+from .tables import PLAIN, WARNING, Sheet, number
+from .worker_group import Team, TeamFailed
 
 CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
 SIZES = {  # name -> shape, whether contenders take turns, rounds: the less there is to do the more a moment's trouble weighs
@@ -151,7 +151,7 @@ def _guarded(kept: Kept, teams: dict[str, Team], action: Callable[[Team], object
 
 def states_nbytes(workload: Workload) -> int:
     """Of parameters and two states of Adam, in fp32."""
-    from zeroshard.bench.workload import build_model
+    from .workload import build_model
 
     model = build_model(dataclasses.replace(workload, meta=True))
     return 12 * sum(param.numel() for param in model.parameters())

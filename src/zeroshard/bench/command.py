@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 import tempfile
 import time
@@ -24,20 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroshard.bench.plan import (
-    CONTENDERS,
-    PRECISIONS,
-    TIER_CONTENDERS,
-    Contender,
-    ModelShape,
-    Rounds,
-    Workload,
-    select,
-)
-from zeroshard.cli.arguments import Parser, UsageError
+from ..cli.arguments import Parser, UsageError
+from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
 
 if TYPE_CHECKING:
-    from zeroshard.bench.report import Results
+    from .report import Results
 
 TABLE_COLUMNS = 125
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
@@ -138,6 +130,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     for given, known, flag in lists:
         if unknown := set(given) - set(known):
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if not 0 <= arguments.largest_seconds < math.inf:
+        raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
     rounds = Rounds(
         warmup=arguments.warmup,
         rounds=getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS),
@@ -164,8 +158,8 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
     Raises UsageError if a folder was named and cannot be used.
     """
-    from zeroshard.errors import SwapError
-    from zeroshard.memory.swap import SwapFolder
+    from ..errors import SwapError
+    from ..io.swap_folder import SwapFolder
 
     try:
         SwapFolder(given or out, rank=0, needed_nbytes=0).close()
@@ -179,9 +173,9 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 
 def _measure(plan: Plan, out: Path, console) -> Results:
-    from zeroshard.bench import hostwork, programs
-    from zeroshard.bench.race import race
-    from zeroshard.bench.report import Results
+    from . import host_overhead, programs
+    from .race import race
+    from .report import Results
 
     say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
     outcomes, tiers, host = [], [], None
@@ -199,13 +193,13 @@ def _measure(plan: Plan, out: Path, console) -> Results:
         tiers = race(plan.tier_contenders, plan.workload, plan.tiers_rounds, out / "logs-tiers", say)
     if "host" in plan.sections:
         say("micro-benchmarks without communication")
-        host = hostwork.measure(repeats=20 if plan.quick else 60)
+        host = host_overhead.measure(repeats=20 if plan.quick else 60)
     measured = programs.measure(plan.sections, plan.workload.swap_path, out / "logs", say)
     kepts = []
     if "checkpoints" in plan.sections and plan.workload.swap_path is None:
         say("checkpoints: no folder on a local disk; name one with --path")
     elif "checkpoints" in plan.sections:
-        from zeroshard.bench import checkpoints
+        from . import checkpoints
 
         kepts = checkpoints.run(plan.workload.swap_path, log_dir=out / "logs-checkpoints", say=say)
     gpu = _measure_gpu(plan, out, say)
@@ -217,7 +211,7 @@ def _measure(plan: Plan, out: Path, console) -> Results:
 
 def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str, object]:
     """Fields of Results."""
-    from zeroshard.bench.report import NOT_ASKED
+    from .report import NOT_ASKED
 
     nothing = {"gpu_workload": None, "gpu_outcomes": []}
     if "gpu" not in plan.sections:
@@ -226,7 +220,7 @@ def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str,
 
     if not torch.cuda.is_available():
         return nothing | {"gpu_skipped": "no CUDA device"}
-    from zeroshard.bench import gpu
+    from . import gpu
 
     seed, path = plan.workload.seed, plan.workload.swap_path
     workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, out / "logs-gpu", say)
@@ -239,7 +233,7 @@ def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str,
 
 def _finish(results: Results, out: Path, console) -> int:
     """Print, write, draw; returns the exit code."""
-    from zeroshard.bench import plot, report
+    from . import plot, report
 
     report.print_results(results, console)
     report.write_json(results, out / "results.json")
@@ -258,8 +252,8 @@ def _finish(results: Results, out: Path, console) -> int:
 
 def _exit_code(results: Results) -> int:
     """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
-    from zeroshard.bench import figures
+    from . import statistics
 
     failed = any(o.failed for race in results.races for o in race)
-    disagree = any(figures.losses_agree(race) is False for race in results.races)
+    disagree = any(statistics.losses_agree(race) is False for race in results.races)
     return int(failed or disagree)

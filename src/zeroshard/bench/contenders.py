@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Callable
 import torch
 from torch import Tensor, nn
 
-from zeroshard.bench import keepers
-from zeroshard.bench.plan import Contender, Workload
-from zeroshard.bench.workload import blocks, build_model, build_optimizer, optimizer_options
+from . import checkpoint_contenders
+from .plan import Contender, Workload
+from .workload import blocks, build_model, build_optimizer, optimizer_options
 
 if TYPE_CHECKING:
-    from zeroshard.bench.keepers import Keeper
-    from zeroshard.bench.overlap import Recorder
+    from .checkpoint_contenders import Keeper
+    from .overlap import Recorder
 
 Bytes = dict[str, int]
 
@@ -140,7 +140,7 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
         _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
     settings = {"pin_memory": on_cuda} if contender.offload else {}
     optimizer = build_optimizer(model.parameters(), workload)
-    keeper = functools.partial(keepers.fsdp2_keeper, model, optimizer)
+    keeper = functools.partial(checkpoint_contenders.fsdp2_keeper, model, optimizer)
     return Trainer(_plain_step(model, optimizer), settings=settings, keeper=keeper)
 
 
@@ -171,7 +171,7 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
 
     if contender.offload:
         settings["optimizer, as made"] = type(engine.optimizer.optimizer).__name__
-    return Trainer(step, settings=settings, keeper=functools.partial(keepers.deepspeed_keeper, engine))
+    return Trainer(step, settings=settings, keeper=functools.partial(checkpoint_contenders.deepspeed_keeper, engine))
 
 
 def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, object]:
@@ -198,8 +198,9 @@ def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, o
 
 def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     import zeroshard as zs
-    from zeroshard.bench.overlap import Recorder
-    from zeroshard.runtime import runtime_of
+
+    from ..zero.runtime import runtime_of
+    from .overlap import Recorder
 
     model = build_model(workload)
     optimizer = build_optimizer(model.parameters(), workload)
@@ -230,7 +231,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         moved=lambda: dict(zs.report(model).moved),
         quiet=quiet if contender.on_disk else lambda: None,
         recorder=functools.partial(Recorder, runtime_of(model)) if contender.offload else None,
-        keeper=functools.partial(keepers.zeroshard_keeper, model, optimizer),
+        keeper=functools.partial(checkpoint_contenders.zeroshard_keeper, model, optimizer),
         close=runtime_of(model).tiers.close,  # nobody wants the values: the files go without being gathered
     )
 

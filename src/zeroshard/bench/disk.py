@@ -27,9 +27,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from zeroshard.memory.aligned import empty_aligned
-from zeroshard.memory.files import Engine, File
-from zeroshard.memory.swap import SwapFolder
+from ..io.aligned import empty_aligned
+from ..io.async_file import Engine, File
+from ..io.swap_folder import SwapFolder
 
 GOAL = 0.95  # of the best other program
 ENGINE = "engine"

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
-from zeroshard.bench.race import Outcome, Say, missing_reason, race
-from zeroshard.bench.team import Team, TeamFailed
-from zeroshard.memory.host import available_nbytes
+from ..memory.host_memory import available_nbytes
+from .plan import Contender, ModelShape, Rounds, Workload
+from .race import Outcome, Say, missing_reason, race
+from .worker_group import Team, TeamFailed
 
 # Some 320M parameters, so that model states (18 bytes a parameter) outweigh activations.
 SHAPE = ModelShape(vocab_size=32768, seq_len=1024, dim=1024, layers=20, heads=16)

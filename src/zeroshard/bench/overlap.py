@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.runtime import Runtime
+from ..zero.runtime import Runtime
 
 Interval = tuple[float, float]  # begin, end
 
@@ -75,15 +75,15 @@ class Recorder:
     origin: Any = None
 
     def __enter__(self) -> Recorder:
-        runtime, streams = self.runtime, self.runtime.comm.streams
-        self._copy, self._open, self._give_out = streams.copy, runtime._open, runtime._gather_staged
-        streams.copy, runtime._open, runtime._gather_staged = self.copy, self.open, self.give_out
+        runtime, streams, prefetcher = self.runtime, self.runtime.comm.streams, self.runtime.prefetcher
+        self._copy, self._open, self._give_out = streams.copy, runtime._open, prefetcher.staged
+        streams.copy, runtime._open, prefetcher.staged = self.copy, self.open, self.give_out
         self.origin = self.mark()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end_piece()
-        del self.runtime.comm.streams.copy, self.runtime._open, self.runtime._gather_staged  # the class's again
+        del self.runtime.comm.streams.copy, self.runtime._open, self.runtime.prefetcher.staged  # the class's again
 
     def mark(self, stream: Any = None) -> Any:
         """A moment on a CUDA stream (None: that of the computation)."""
@@ -101,10 +101,10 @@ class Recorder:
         self._open(unit, backward)
         self.begun = self.mark()
 
-    def give_out(self) -> None:
+    def give_out(self, training: bool) -> None:
         """A unit's computation has been given to the device; what follows may wait for the next unit's copies."""
         self.end_piece()
-        self._give_out()
+        self._give_out(training)
 
     def end_piece(self) -> None:
         if self.begun is not None:

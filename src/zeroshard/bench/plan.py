@@ -109,6 +109,9 @@ class ModelShape:
     heads: int = 8
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"expected --{name.replace('_', '-')} of at least 1, got {value}")
         if self.dim % self.heads:
             raise ValueError(f"expected --dim divisible by --heads, got {self.dim} and {self.heads}")
 

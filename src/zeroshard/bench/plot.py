@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeroshard.bench import figures
-from zeroshard.bench.race import Outcome
+from . import statistics
+from .race import Outcome
 
 COLOURS = {
     "zs": "#1b7f79",
@@ -44,7 +44,7 @@ def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
 
 
 def _draw_times(axis, shown: list[Outcome]) -> None:
-    spreads = [figures.step_spread(o) for o in shown]
+    spreads = [statistics.step_spread(o) for o in shown]
     medians = [1e3 * s.median for s in spreads]
     errors = [[1e3 * (s.median - s.q1) for s in spreads], [1e3 * (s.q3 - s.median) for s in spreads]]
     colours = [COLOURS[o.contender.kind] for o in shown]

@@ -1,6 +1,6 @@
 """The sections that are programs of their own, host Adam and the disk: run in a process of their own, as rows and goals.
 
-Each of them can also be called by itself: `python -m zeroshard.bench.hostadam`, `python -m zeroshard.bench.disk`.
+Each of them can also be called by itself: `python -m zeroshard.bench.cpu_adam`, `python -m zeroshard.bench.disk`.
 What cannot be measured here (no room, no disk) is a line in place of the numbers.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroshard.bench.figures import Goal
+from .statistics import Goal
 
 HOSTADAM_NUMEL, HOSTADAM_ROUNDS = 1 << 25, 5  # 512 MB a memory copy moves: far beyond any cache
 DISK_NBYTES, DISK_ROUNDS = 1 << 29, 4
@@ -32,7 +32,7 @@ class Measured:
         return [*self._hostadam_goals(), *self._disk_goals()]
 
     def _hostadam_goals(self) -> list[Goal]:
-        from zeroshard.bench.hostadam import goals
+        from .cpu_adam import goals
 
         return [
             Goal(f"host Adam, {threads} thread{'s' * (threads > 1)}: {g['text']}", g["value"], g["limit"], "hostadam", True)
@@ -41,7 +41,7 @@ class Measured:
         ]
 
     def _disk_goals(self) -> list[Goal]:
-        from zeroshard.bench.disk import GOAL
+        from .disk import GOAL
 
         if self.disk is None:
             return []
@@ -80,9 +80,9 @@ def apart(function: Callable[..., Any], *args: object) -> Any:
 
 
 def _hostadam(log_file: str) -> dict[int, list[dict[str, Any]]]:
-    from zeroshard.bench import hostadam
-    from zeroshard.bench.worker import divert_output
-    from zeroshard.optim.kernels import host_threads
+    from ..optim.cpu_kernels import host_threads
+    from . import cpu_adam as hostadam
+    from .worker import divert_output
 
     divert_output(log_file)  # of DeepSpeed and the compiler of its extension
     counts = sorted({1, host_threads(1)})
@@ -90,8 +90,8 @@ def _hostadam(log_file: str) -> dict[int, list[dict[str, Any]]]:
 
 
 def _disk(path: str, log_file: str) -> dict[str, Any]:
-    from zeroshard.bench import disk
-    from zeroshard.bench.worker import divert_output
+    from . import disk
+    from .worker import divert_output
 
     divert_output(log_file)
     return disk.run(path, DISK_NBYTES, DISK_ROUNDS)

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
-from zeroshard.bench import memory
-from zeroshard.bench.diskprobe import PHASES, DiskSpeed, bandwidth
-from zeroshard.bench.overlap import Overlap
-from zeroshard.bench.plan import Contender, Rounds, Workload
-from zeroshard.bench.team import Team, TeamFailed
-from zeroshard.bench.worker import Turn
-from zeroshard.memory.host import available_nbytes
+from ..memory.host_memory import available_nbytes
+from . import memory
+from .disk_bandwidth import PHASES, DiskSpeed, bandwidth
+from .overlap import Overlap
+from .plan import Contender, Rounds, Workload
+from .worker import Turn
+from .worker_group import Team, TeamFailed
 
 Say = Callable[[str], None]
 SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more contender fits

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from zeroshard.bench import checkpoints, figures, gpu, sheets
-from zeroshard.bench.checkpoints import Kepts
-from zeroshard.bench.hostwork import HostWork
-from zeroshard.bench.plan import Rounds, Workload
-from zeroshard.bench.programs import Measured
-from zeroshard.bench.race import Outcome
-from zeroshard.bench.sheets import PLAIN, Sheet
+from . import checkpoints, gpu, statistics, tables
+from .checkpoints import Kepts
+from .host_overhead import HostWork
+from .plan import Rounds, Workload
+from .programs import Measured
+from .race import Outcome
+from .tables import PLAIN, Sheet
 
 SCHEMA = 2
 NOT_ASKED = "not asked for"
@@ -54,27 +54,27 @@ class Results:
         return self.outcomes, self.tiers, self.gpu_outcomes
 
     @property
-    def goals(self) -> list[figures.Goal]:
+    def goals(self) -> list[statistics.Goal]:
         """Those of the sections that ran."""
-        found = figures.goals(self.outcomes, self.host)
+        found = statistics.goals(self.outcomes, self.host)
         found = [g for g in found if (self.outcomes if g.section == "race" else self.host)]
-        return found + (figures.tier_goals(self.tiers) if self.tiers else []) + self.programs.goals + [
+        return found + (statistics.tier_goals(self.tiers) if self.tiers else []) + self.programs.goals + [
             goal for kepts in self.checkpoints for goal in kepts.goals
         ]
 
     def sheets(self) -> list[Sheet]:
         """All tables, in the order in which the work was done."""
-        found = [sheets.outcomes_sheet("Step time and memory", self.workload, self.outcomes)] if self.outcomes else []
-        found += [sheets.tiers_sheet(self.workload, self.tiers)] if self.tiers else []
-        found += [sheets.host_sheet(self.host)] if self.host else []
-        found += sheets.program_sheets(self.programs)
+        found = [tables.outcomes_sheet("Step time and memory", self.workload, self.outcomes)] if self.outcomes else []
+        found += [tables.tiers_sheet(self.workload, self.tiers)] if self.tiers else []
+        found += [tables.host_sheet(self.host)] if self.host else []
+        found += tables.program_sheets(self.programs)
         found += [checkpoints.sheet(kepts) for kepts in self.checkpoints]
         if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
             found.append(Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)]))
         elif self.gpu_workload is not None:
-            found += sheets.gpu_sheets(self.gpu_workload, self.gpu_outcomes, self.gpu_largest)
+            found += tables.gpu_sheets(self.gpu_workload, self.gpu_outcomes, self.gpu_largest)
         if self.goals:
-            found.append(sheets.goals_sheet(self.goals, self.workload, [*self.outcomes, *self.tiers]))
+            found.append(tables.goals_sheet(self.goals, self.workload, [*self.outcomes, *self.tiers]))
         return found
 
 
@@ -102,8 +102,8 @@ def write_json(results: Results, path: Path) -> None:
         "workload": dataclasses.asdict(results.workload),
         "rounds": dataclasses.asdict(results.rounds),
         "contenders": _entries(results.outcomes),
-        "core_share": figures.core_share([*results.outcomes, *results.tiers], results.workload.ranks),
-        "losses_agree": figures.losses_agree(results.outcomes),
+        "core_share": statistics.core_share([*results.outcomes, *results.tiers], results.workload.ranks),
+        "losses_agree": statistics.losses_agree(results.outcomes),
         "tiers": _tiers_entry(results),
         "host_work": _host_entry(results.host),
         "hostadam": results.programs.hostadam or results.programs.skipped.get("hostadam"),
@@ -121,14 +121,14 @@ def _entries(outcomes: list[Outcome]) -> dict[str, dict[str, object]]:
 
 def _entry(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, object]:
     entry = dataclasses.asdict(outcome)
-    entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": sheets.status(outcome)}
+    entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": tables.status(outcome)}
     del entry["skipped"], entry["failed"]
     if outcome.ran and outcome.rounds_step_s:
-        entry["step_s"] = dataclasses.asdict(figures.step_spread(outcome))
-        entry["step_time_ratio"] = sheets.ratios_to_peers(outcome, outcomes)
-        entry["loss_difference"] = figures.loss_difference(outcome, outcomes)
+        entry["step_s"] = dataclasses.asdict(statistics.step_spread(outcome))
+        entry["step_time_ratio"] = tables.ratios_to_peers(outcome, outcomes)
+        entry["loss_difference"] = statistics.loss_difference(outcome, outcomes)
         if outcome.disk:
-            entry |= {"bound_s": figures.bounds_s(outcome), "bound_ratio": figures.bound_ratio(outcome)}
+            entry |= {"bound_s": statistics.bounds_s(outcome), "bound_ratio": statistics.bound_ratio(outcome)}
     return entry
 
 
@@ -138,7 +138,7 @@ def _tiers_entry(results: Results) -> dict[str, object] | None:
     return {
         "rounds": dataclasses.asdict(results.tiers_rounds) if results.tiers_rounds else None,
         "contenders": _entries(results.tiers),
-        "losses_agree": figures.losses_agree(results.tiers),
+        "losses_agree": statistics.losses_agree(results.tiers),
     }
 
 

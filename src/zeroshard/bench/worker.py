@@ -25,13 +25,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zeroshard.bench import memory
-from zeroshard.bench.plan import Contender, Workload
+from . import memory
+from .plan import Contender, Workload
 
 if TYPE_CHECKING:
-    from zeroshard.bench.diskprobe import Burst
-    from zeroshard.bench.keepers import Keeper
-    from zeroshard.bench.overlap import Overlap
+    from .checkpoint_contenders import Keeper
+    from .disk_bandwidth import Burst
+    from .overlap import Overlap
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class _Rank:
         _set_environment(post)
         import torch
 
-        from zeroshard.bench import contenders
+        from . import contenders
 
         torch.set_num_threads(1)
         _join_group(post)
@@ -190,7 +190,7 @@ class _Rank:
         return recorder.overlap()
 
     def disk(self, phase: str) -> Burst:
-        from zeroshard.bench.diskprobe import DiskProbe
+        from .disk_bandwidth import DiskProbe
 
         if self._probe is None:
             assert self.workload.swap_path is not None
@@ -227,13 +227,13 @@ class _Rank:
 
     def copy_states(self) -> float:
         """Seconds of one memory copy of this rank's states."""
-        from zeroshard.bench.keepers import copy_seconds
+        from .checkpoint_contenders import copy_seconds
 
         return copy_seconds(self._keeper().states())
 
     def write_bulk(self, nbytes: int) -> Burst:
         """So many bytes by the file engine."""
-        from zeroshard.bench.diskprobe import write_bulk
+        from .disk_bandwidth import write_bulk
 
         assert self.workload.swap_path is not None
         return write_bulk(self.workload.swap_path, nbytes)
@@ -249,7 +249,7 @@ class _Rank:
         self.trainer.close()
 
     def _batches(self, first_step: int, steps: int) -> list:
-        from zeroshard.bench.workload import batch
+        from .workload import batch
 
         return [batch(self.workload, first_step + i, self.post.rank) for i in range(steps)]
 
@@ -297,7 +297,7 @@ def _parameter_count(workload: Workload) -> int:
     """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
     import dataclasses
 
-    from zeroshard.bench.workload import build_model
+    from .workload import build_model
 
     model = build_model(dataclasses.replace(workload, meta=True))
     return sum(p.numel() for p in model.parameters())

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zeroshard.bench.plan import Workload
+from .plan import Workload
 
 
 def build_model(workload: Workload) -> nn.Module:
     """The GPT with the weights of the seed, whole, on the workload's device, in fp32 (meta: no weights, nowhere)."""
-    from zeroshard.models.gpt import GPT, GPTConfig
+    from ..models.gpt import GPT, GPTConfig
 
     torch.manual_seed(workload.seed)
     s = workload.shape

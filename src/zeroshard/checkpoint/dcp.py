@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..boxes import Box
+from ..tensor.chunks import Box
 
 ALIGN = 64  # of the data of a blob, if the blob begins at such a multiple; as torch.save does
 MAX_BLOB_NBYTES = 1 << 30  # below what needs the 64-bit form of zip

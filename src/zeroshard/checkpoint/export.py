@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ConfigError
-from ..stored import Stored, StoredTensor
-from ..weights import SAFETENSORS_NAMES, safetensors_header
+from ..io.tensor_reader import Stored, StoredTensor
 from . import dcp
-from .folder import absolute, sync
-from .opened import Opened, Untrusted
-from .opening import LOOKS, Alone, open_any, removed
+from .directory import absolute, sync
+from .resolver import LOOKS, Alone, open_any, removed
+from .safetensors import SAFETENSORS_NAMES, safetensors_header
 from .saving import write_error
+from .source import Opened, Untrusted
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
 _METADATA = "__metadata__"  # a name that safetensors itself uses
@@ -131,7 +131,7 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
         raise ConfigError(f"zs.export: dtype: expected a torch.dtype of floating-point numbers, or None, got {dtype!r}.")
     if format not in FORMATS:
         raise ConfigError(f"zs.export: format: expected one of {', '.join(FORMATS)}, got {format!r}.")
-    if not isinstance(max_shard_nbytes, int) or max_shard_nbytes < 1:
+    if isinstance(max_shard_nbytes, bool) or not isinstance(max_shard_nbytes, int) or max_shard_nbytes < 1:
         raise ConfigError(f"zs.export: max_shard_nbytes: expected an integer of at least 1, got {max_shard_nbytes!r}.")
     if config is not None and format == "torch":
         raise ConfigError("zs.export: config: a file of torch.save has no place for it; use format='safetensors'.")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from . import contents as holding
-from . import folder as places
-from .foreign import open_foreign, recognise
+from . import directory as places
+from . import state_map as holding
+from .importers import open_foreign, recognise
 from .manifest import Manifest
-from .opening import Alone, agreed, check_digests, check_sizes, owner_of
+from .resolver import Alone, agreed, check_digests, check_sizes, owner_of
 
 HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # a manifest that says other things than it must

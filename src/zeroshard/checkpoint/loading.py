@@ -11,7 +11,6 @@ is verified before (ranks share the files), and slices are read into place some 
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import sys
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ import torch
 import xxhash
 from torch import nn
 
-from .. import weights
+from ..comm.codec import exchange_values
 from ..config import Tier
 from ..errors import (
     BaseModelMismatch,
@@ -34,27 +33,27 @@ from ..errors import (
     ZeroshardError,
     did_you_mean,
 )
-from ..machine import ranks_here
-from ..memory.host import available_nbytes
-from ..optim import restoring
-from ..optim.restoring import SavedState
-from ..optim.sharded import OptimizerCore
-from ..runtime import Runtime, runtime_of
-from ..stored import Stored, differ
-from ..tiles import part_of
-from . import contents as holding
-from . import folder as places
-from . import modules
-from .bulk import Bulk
-from .extras import check_named
-from .identity import Identity, identify
+from ..io.tensor_reader import Stored, differ
+from ..memory.host_memory import available_nbytes
+from ..optim import state_loading
+from ..optim.sharded_optimizer import OptimizerCore
+from ..optim.state_loading import SavedState
+from ..tensor.tiled_parameter import part_of
+from ..utils.host import ranks_here
+from ..zero.runtime import Runtime, runtime_of
+from . import directory as places
+from . import module_state, safetensors
+from . import state_map as holding
+from .bulk_reader import Bulk
+from .fingerprint import Identity, identify
+from .heartbeat import raise_first, telling
 from .manifest import Manifest
-from .opened import Opened, name_left_out
-from .opening import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
+from .read_buffers import Room
 from .reading import Reading
-from .room import Room
+from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .saving import check_idle, core_of, saver_of
-from .together import raise_first, telling
+from .source import Opened, name_left_out
+from .user_state import check_named
 
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
@@ -90,7 +89,8 @@ def load(
     options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: then `name`, or the newest complete one.
+        path: a checkpoint, or a folder of checkpoints: then `name`, or the one saved last. Where that is not complete
+            any more an older one is taken, and rank 0 says so on stderr, with the steps that are lost.
         optimizer: the model's; None: optimizer states stay as they are.
         extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned. One with a
             `check_state_dict(state)` (zs.ShardedSampler) is asked first, and what it raises, nothing having changed, all raise.
@@ -105,7 +105,7 @@ def load(
             asked for is refused, and others are left unread, which a line on stderr says.
 
     Raises:
-        CheckpointNotFound: no complete checkpoint there.
+        CheckpointNotFound: no complete checkpoint there; CheckpointIncomplete: but one without its manifest.
         CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
         CheckpointMismatch: of another architecture or optimizer; all differences. Nothing was changed.
         BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
@@ -118,6 +118,7 @@ def load(
         with torch.inference_mode(False), torch.no_grad():
             return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted)
     runtime, wanted = runtime_of(model), extra or {}
+    runtime.attendance.refuse("zs.load")
     core = _agree(runtime, path, optimizer, name, verify, wanted)
     _await_save(runtime)
     for looks in range(LOOKS, 0, -1):
@@ -150,10 +151,10 @@ def _agree(
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given = None if optimizer is None else "given"
-        mine = {"path": places.absolute(path), "optimizer": given, "name": name, "verify": verify}
+        mine = {"path": places.absolute(path), "optimizer": given, "name": None if name is None else os.fspath(name), "verify": verify}
     except Exception as error:
         problem = telling(error, "zs.load", runtime.comm.rank)
-    everyone = [pickle.loads(part) for part in runtime.comm.exchange(pickle.dumps((problem, mine)), "zs.load: begin")]
+    everyone = exchange_values(runtime.comm, (problem, mine), "zs.load: begin")
     raise_first([theirs for theirs, _ in everyone], runtime.comm.rank, problem)
     first = everyone[0][1]
     for rank, (_, other) in enumerate(everyone):
@@ -194,14 +195,14 @@ class _Loading:
     def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened) -> None:
         self.runtime, self.core, self.opened = runtime, core, opened
         self.comm = runtime.comm
-        self.prefixes = weights.prefixes_of(runtime.model)
+        self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
         self.left_out: list[tuple[Any, int]] = []  # (group, index) of parameters that it leaves out
         self.states: dict[int, SavedState] = {}
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
-        self.restoring: restoring.Restoring | None = None
+        self.restoring: state_loading.Restoring | None = None
 
     # -- compare ---------------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ class _Loading:
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 spec = group.specs[index]
-                names = [n for n in dict.fromkeys((name, *weights.names_of(self.prefixes, spec))) if n in model]
+                names = [n for n in dict.fromkeys((name, *safetensors.names_of(self.prefixes, spec))) if n in model]
                 shape = tuple(spec.shape if part is None else part.shape)
                 if names:
                     used.update(names[:1] if self.opened.ours else names)
@@ -241,22 +242,22 @@ class _Loading:
         """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
         names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
         if self.opened.ours:
-            self.opened.fit(names | modules.names_of_others(self.runtime.model))
+            self.opened.fit(names | module_state.names_of_others(self.runtime.model))
             return
         for group in self.runtime.groups:
             for spec, (name, _) in zip(group.specs, holding.names_of_group(group), strict=True):
-                self.aliases |= {alias: name for alias in weights.names_of(self.prefixes, spec) if alias != name}
+                self.aliases |= {alias: name for alias in safetensors.names_of(self.prefixes, spec) if alias != name}
                 self.aliases.pop(name, None)
-        self.opened.fit(names | self.aliases.keys() | modules.names_of_others(self.runtime.model))
-        modules.read_objects(self.runtime.model, self.opened, self.comm.rank)
+        self.opened.fit(names | self.aliases.keys() | module_state.names_of_others(self.runtime.model))
+        module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
         model, ties, bulk = self.opened.model, self.opened.ties, self.opened.bulk
         if bulk is not None:  # these are read to be compared
             saved = self.opened.saved_names
-            stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in weights.names_of_expanded(self.runtime.model)]
+            stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in safetensors.names_of_expanded(self.runtime.model)]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
-        problems = modules.compare(self.runtime.model, model, missing, mismatched, used)
+        problems = module_state.compare(self.runtime.model, model, missing, mismatched, used)
         same = {first for alias, first in ties.items() if alias in used} | ties.keys()
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
         known = [entry.split(" ")[0] for entry in unexpected]
@@ -340,7 +341,8 @@ class _Loading:
     def check_base(self) -> None:
         """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
         mine = agreed(self.comm, "zs.load: base model", self._identities, self.opened.path)
-        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(mine), "zs.load: base models")]
+        told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
+        everyone = [{key: Identity(*fields) for key, fields in other.items()} for other in told]
         differing = []
         for key in mine:
             total = everyone[0][key]
@@ -445,7 +447,7 @@ class _Loading:
 
     def _note(self, bulk: Bulk) -> int:
         """Tell what will be read; bytes of host memory that fresh states take."""
-        weights.note(self.runtime, self.found, self.opened.model, bulk)
+        safetensors.note(self.runtime, self.found, self.opened.model, bulk)
         taken, on_host = 0, self.comm.device.type == "cpu"
 
         def has(nbytes: int) -> bool:
@@ -460,12 +462,12 @@ class _Loading:
             self._restore().note(bulk, has)
         return taken
 
-    def _restore(self) -> restoring.Restoring:
+    def _restore(self) -> state_loading.Restoring:
         """What brings optimizer states into place."""
         if self.restoring is None:
             guard = self.reading.guard
             states = {key: SavedState(guard(state.tensors), state.scalars) for key, state in self.states.items()}
-            self.restoring = restoring.Restoring(self.core, states)  # type: ignore[arg-type]
+            self.restoring = state_loading.Restoring(self.core, states)  # type: ignore[arg-type]
         return self.restoring
 
     @torch.no_grad()
@@ -477,9 +479,9 @@ class _Loading:
         runtime.settle()
         runtime.drop_gradients()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
-        weights.stream(runtime, found, stored, False)
-        computed = weights.read_computed(runtime.model, stored)
-        refused = modules.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
+        safetensors.stream(runtime, found, stored, False)
+        computed = safetensors.read_computed(runtime.model, stored)
+        refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
             group.dirty.clear()
             group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
@@ -490,7 +492,7 @@ class _Loading:
                 mine.update({key: given[key] for key in taken})
         self._take_own()
         mine = (reading.error, None if refused is None else str(refused))
-        everyone = [pickle.loads(part) for part in self.comm.exchange(pickle.dumps(mine), "zs.load: read")]
+        everyone = exchange_values(self.comm, mine, "zs.load: read")
         for rank, (error, _) in enumerate(everyone):
             if error is not None:
                 raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error
@@ -504,11 +506,9 @@ class _Loading:
             return
         if own is None:  # a foreign one: as many steps as it, or its busiest parameter, has taken
             counts = [int(state.scalars["step"]) for state in self.states.values() if "step" in state.scalars]
-            runtime.steps = self.opened.step or max(counts, default=0)
+            runtime.progress.steps = self.opened.step or max(counts, default=0)
             return
-        runtime.steps = own["steps"]
-        if runtime.scaler is not None and own["scaler"] is not None and runtime.scaler.dynamic:
-            runtime.scaler.scale, runtime.scaler.good_steps = own["scaler"]["scale"], own["scaler"]["good_steps"]
+        runtime.progress.load(own)
 
     def finish(self, extra: dict[str, Any], states: dict[str, Any], rng: bool) -> str:
         """Give objects of `extra` their states, and this rank its generators; how. Raises what the first raised, at the end."""

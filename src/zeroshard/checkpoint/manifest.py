@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import xxhash
 
-from ..boxes import Box
 from ..errors import CheckpointCorrupt, CheckpointError
+from ..tensor.chunks import Box
 from . import dcp
-from .datafile import DIGEST_NBYTES, FileLayout, digest_count
-from .folder import MANIFEST, sync, write_whole
-from .identity import Identity
+from .directory import MANIFEST, sync, write_whole
+from .fingerprint import Identity
+from .rank_file import DIGEST_NBYTES, FileLayout, digest_count
 
 FORMAT, VERSION, DIGEST = "zeroshard-checkpoint", 1, "xxh3-64"
 _FACTS = ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank", "time", "zeroshard", "torch")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointCorrupt, OffloadIOError
-from ..stored import Stored, StoredBoxes, StoredTensor, Stretch
-from .bulk import Kept
-from .folder import MANIFEST
+from ..io.tensor_reader import Stored, StoredBoxes, StoredTensor, Stretch
+from .bulk_reader import Kept
+from .directory import MANIFEST
 from .manifest import Manifest
 
 

@@ -10,7 +10,6 @@ Here is what comes before anything is written; writing.py has the rest. What tak
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import time
 from errno import EIO, ENOTDIR
@@ -21,12 +20,13 @@ import torch
 from torch import nn
 
 from ..comm.base import Comm
+from ..comm.codec import exchange_values
 from ..errors import CheckpointError, ConfigError, ZeroshardError
-from ..optim.sharded import OptimizerCore
-from ..runtime import Runtime, runtime_of
-from . import folder as places
-from .extras import Extra, alike, serialised
-from .together import raise_first, telling, together
+from ..optim.sharded_optimizer import OptimizerCore
+from ..zero.runtime import Runtime, runtime_of
+from . import directory as places
+from .heartbeat import raise_first, telling, together
+from .user_state import Extra, alike, serialised
 from .writing import Plan, Save, Saver, Writing, write_error
 
 
@@ -79,7 +79,7 @@ def save(
         CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
         CheckpointError: a checkpoint of this name exists; `path` is a checkpoint itself; the last asynchronous save failed, or
             (if_busy) is under way.
-        ModelChanged: parameters were replaced, added or removed since zs.shard().
+        ModelChanged, ModelMismatch: parameters were replaced, added or removed; ranks wrote different values into one.
         ConfigError: ranks call it differently; a value has no place in a checkpoint; `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
@@ -97,6 +97,7 @@ def save(
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
     assert plan is not None
+    runtime.values.agree()
     _await_last(saver, plan)
     draft = _make_draft(runtime.comm, plan)
     try:
@@ -118,7 +119,8 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
 
 
 def check_idle(runtime: Runtime, verb: str) -> None:
-    """Raise where states are in the middle of something."""
+    """Raise where states are in the middle of something, or ranks are past the loop."""
+    runtime.attendance.refuse(verb)
     runtime.recover()
     busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
     if busy is not None:
@@ -132,11 +134,11 @@ def _plan(
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
-    step = runtime.steps if step is None else step
+    step = runtime.progress.steps if step is None else step
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ConfigError(f"zs.save: step: expected an integer of at least 0, got {step!r}.")
     for what, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and (not isinstance(value, int) or value < 1):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"zs.save: {what}: expected None or an integer of at least 1, got {value!r}.")
     if keep_every is not None and keep_last is None:
         raise ConfigError("zs.save: keep_every: without keep_last nothing is ever removed; give both.")
@@ -165,13 +167,13 @@ def _await_last(saver: Saver, plan: Plan) -> None:
 
 def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exception | None) -> set[str]:
     """All ranks ask for the same, and for what can be; the names of extras that are the same on all of them (collective)."""
-    mine = (problem, plan, {name: each.digest for name, each in extras.items()})
-    everyone = [pickle.loads(part) for part in comm.exchange(pickle.dumps(mine), "zs.save: begin")]
+    mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()})
+    everyone = exchange_values(comm, mine, "zs.save: begin")
     raise_first([theirs for theirs, _, _ in everyone], comm.rank, problem)
     _, first, names = everyone[0]
     for rank, (_, other, digests) in enumerate(everyone):
         if other != first:
-            what = [f"{k}: {vars(first)[k]!r} and {v!r}" for k, v in vars(other).items() if v != vars(first)[k]]
+            what = [f"{k}: {first[k]!r} and {v!r}" for k, v in other.items() if v != first[k]]
             raise ConfigError(f"zs.save: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
         if digests.keys() != names.keys():
             raise ConfigError(f"zs.save: extra: rank 0 gives {sorted(names)}, rank {rank} {sorted(digests)}.")

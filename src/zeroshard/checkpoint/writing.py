@@ -15,7 +15,6 @@ that a rank is alive; where the filesystem has no locks that all ranks see, the 
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 import sys
 import threading
@@ -30,20 +29,29 @@ from typing import Any
 import torch
 import xxhash
 
+from ..comm.codec import decode, encode
 from ..config import Tier
-from ..errors import CheckpointError, CheckpointWriteError, ConfigError, OffloadIOError, ZeroshardError
-from ..memory.files import Engine
-from ..optim.sharded import OptimizerCore
-from ..runtime import Runtime
+from ..errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigError,
+    MalformedMessage,
+    OffloadIOError,
+    ZeroshardError,
+)
+from ..io.async_file import Engine
+from ..optim.sharded_optimizer import OptimizerCore
 from ..version import __version__
-from . import contents as holding
-from . import folder as places
+from ..zero.runtime import Runtime
+from . import directory as places
 from . import manifest as listing
-from .contents import Contents
-from .datafile import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
-from .identity import identify
-from .together import telling, together
+from . import state_map as holding
+from .fingerprint import identify
+from .heartbeat import telling, together
+from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
+from .state_map import Contents
 
+_MOST_REASON_NBYTES = 1 << 20  # read of what a failed rank has left
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _SMALL_NBYTES = 1 << 16  # so much of each rank is told to all, rather than through a file
 _SIGN_S = 1.0  # between two signs of life where there are no locks
@@ -422,7 +430,7 @@ class Writing:
         save._error = telling(error, "zs.save", self.comm.rank)
         try:
             self.file.unlink(missing_ok=True)
-            places.write_whole(self.folder / f"{self.stem}.failed", pickle.dumps(save._error))
+            places.write_whole(self.folder / f"{self.stem}.failed", encode(save._error))
         except Exception as problem:  # rank 0 will miss this rank's part and say so
             print(f"zeroshard: rank {self.comm.rank}: {save._error}; telling it failed too: {problem}", file=sys.stderr)
 
@@ -441,7 +449,7 @@ class Writing:
             missing = [rank for rank in range(self.comm.world_size) if f"rank-{rank:05d}.json" not in there]
             failed = [rank for rank in missing if f"rank-{rank:05d}.failed" in there]
             if failed:
-                raise pickle.loads((self.folder / f"rank-{failed[0]:05d}.failed").read_bytes())
+                raise _reason(self.folder / f"rank-{failed[0]:05d}.failed")
             if not missing:
                 return
             lost = {rank for rank in missing if self._lost(rank, there)}
@@ -484,6 +492,17 @@ class Writing:
             save._error = error
             if self.draft is not None:
                 self.draft.discard()
+
+
+def _reason(path: Path) -> Exception:
+    """Why a rank gave up, as it has left it in the draft, where others may be able to write, too."""
+    try:
+        with open(path, "rb") as file:
+            error = decode(file.read(_MOST_REASON_NBYTES))
+    except MalformedMessage as malformed:
+        error = malformed
+    known = isinstance(error, Exception) and not isinstance(error, MalformedMessage)
+    return error if known else CheckpointError(f"zs.save: a rank failed, and {path}, which should say why, does not ({error!s:.200}).")
 
 
 def _all_in_memory(contents: Contents) -> bool:

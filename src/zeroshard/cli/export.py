@@ -3,6 +3,7 @@
     zeroshard export runs/7/checkpoints model --dtype bf16 --config config.json
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def main(argv: Sequence[str]) -> int:
     """Export; returns the exit code."""
     options = _parser().parse(argv)
-    if not options.max_shard_gb > 0:
+    if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
     try:
         done = zs.export(

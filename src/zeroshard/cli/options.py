@@ -5,14 +5,15 @@ text on any number of ranks:   batch = ranks x accumulate x sequences of one for
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import zeroshard as zs
-from zeroshard.config import PRESETS, Tier
-from zeroshard.models import GPTConfig
 
+from ..config import PRESETS, Tier
+from ..models import GPTConfig
 from .arguments import Parser, UsageError
 
 SIZES = {  # name -> layers, dim, heads
@@ -88,9 +89,10 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "batch", "accumulate", "eval_every", "threads", "keep_last"):
             self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
-        for name in ("lr", "time_limit"):
-            self._expect(name, getattr(self, name) is None or getattr(self, name) > 0, "a positive number")
-        for name in ("weight_decay", "max_grad_norm", "sample_bytes", "ngram_rows", "save_every"):
+        self._expect("lr", 0 < self.lr < math.inf, "a positive number")
+        self._expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
+        self._expect("weight_decay", 0 <= self.weight_decay < math.inf, "zero or a positive number")
+        for name in ("max_grad_norm", "sample_bytes", "ngram_rows", "save_every"):
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
@@ -137,7 +139,7 @@ class TrainOptions:
         return zs.Config(
             stage=self.stage,
             precision=self.precision,
-            max_grad_norm=self.max_grad_norm or None,
+            max_grad_norm=self.max_grad_norm,
             offload_optimizer=self._offload(self.offload_optimizer, ratio=self.offload_ratio),
             offload_gradient=None if self.offload_gradient is None else self._offload(self.offload_gradient),
             offload_param=self._offload(self.offload_param),

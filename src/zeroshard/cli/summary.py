@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 import zeroshard as zs
-from zeroshard.data import Corpus
-from zeroshard.memory.ledger import MASTERS, OPTIMIZER, STAGING
-from zeroshard.plan.forecast import Forecast
 
+from ..data.text import Corpus
+from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
+from ..planner.forecast import Forecast
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks

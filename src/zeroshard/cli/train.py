@@ -20,9 +20,10 @@ import torch
 from rich.console import Console
 
 import zeroshard as zs
-from zeroshard.data import Corpus, compressed_bits_per_byte, read_corpus
-from zeroshard.launch import spawn
 
+from ..comm import backend_select
+from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
+from ..launch import spawn
 from . import report_error, summary
 from .arguments import UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, MODEL, REPORT, RunFolder
@@ -68,6 +69,7 @@ def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
         text = "interrupted"
     else:
         text = "".join(traceback.format_exception(error)).rstrip()
+    backend_select.announce(error)
     sys.stdout.flush()
     print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
     os._exit(1)

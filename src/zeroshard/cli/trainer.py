@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.config import Tier
-from zeroshard.data import Batches, Corpus, held_out_windows
-from zeroshard.models import GPT
-from zeroshard.plan.forecast import Forecast, forecast
 
+from ..config import Tier
+from ..data.text import Batches, Corpus, held_out_windows
+from ..models import GPT
+from ..planner.forecast import Forecast, forecast
 from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks
@@ -163,6 +163,9 @@ class Trainer:
         """Go on with the newest checkpoint of a folder; which, or None: there is none (collective). Raises UsageError."""
         try:
             found = zs.load(folder, self.model, self.optimizer, extra={"run": None})
+        except zs.CheckpointIncomplete as error:
+            # not "none yet": to begin again would lose what is there without a word
+            raise UsageError(f"--resume: {_explained(error)}") from error
         except zs.CheckpointNotFound:
             return None
         except zs.CheckpointError as error:

@@ -13,6 +13,7 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..errors import left_loop
+from .failure import Failure
+from .flight_recorder import Progress
 from .streams import Streams
 
 CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
@@ -82,6 +86,20 @@ class Comm(ABC):
     failure: Exception | None = None  # of one rank, that all ranks raise: see `abort`
 
     _serial = 0
+
+    @functools.cached_property
+    def progress(self) -> Progress:
+        """What this rank has done, for who asks when it waits too long."""
+        return Progress(self.ranks[self.rank])
+
+    @property
+    def ranks(self) -> list[int]:
+        """The number in the world of each of its ranks: what errors and reports name."""
+        return list(range(self.world_size))
+
+    def place(self, label: str) -> str:
+        """A label with the step in which this rank is, for errors."""
+        return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
 
     def new_serial(self) -> int:
         """Numbers the models sharded over this group: the same on every rank."""
@@ -151,16 +169,42 @@ class Comm(ABC):
 
     def abort(self, reason: str, error: Exception | None = None) -> None:
         """Tell the peers that this rank failed, so that none waits for it. error: what they shall raise, if not PeerFailed."""
+        self.fail(Failure(self.ranks[self.rank], reason, error))
+
+    def fail(self, failure: Failure) -> None:
+        """Tell the peers why the group can not go on: this rank's failure, or one of which they may not know yet."""
+
+    def leave(self) -> None:
+        """The process ends: nothing of what peers were sent is lost."""
 
     def close(self) -> None:
         """Release the connections; the group can not be used afterwards."""
 
 
+def operation(label: str) -> str:
+    """What ranks must agree on: a label without the remark in brackets at its end, which reports show."""
+    return label.split(" [")[0]
+
+
 def misuse(places: Mapping[int, str | None], world_size: int) -> str:
-    """' zs.save() is collective: ...' where some ranks stand in a verb of this library and the others elsewhere, else ''.
+    """' zs.save() is collective: ...' where some ranks stand in a verb of this library and the others elsewhere; ' Rank 0 left ...'
+    where some are in the training loop and the others are not; else ''.
 
     places: rank -> the label at which it waits; None, or not there: it is somewhere else.
     """
+    return _missing_in_verb(places, world_size) + _missing_in_loop(places, world_size)
+
+
+def _missing_in_loop(places: Mapping[int, str | None], world_size: int) -> str:
+    inside = {rank: label for rank, label in places.items() if label is not None and left_loop([rank], label, "")}
+    if not inside:
+        return ""
+    ranks = sorted(inside)
+    others = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+    return left_loop(sorted(set(range(world_size)) - set(ranks)), inside[ranks[0]], others)
+
+
+def _missing_in_verb(places: Mapping[int, str | None], world_size: int) -> str:
     verbs = {rank: label.split(":")[0] for rank, label in places.items() if label is not None and label.startswith("zs.")}
     if not verbs:
         return ""

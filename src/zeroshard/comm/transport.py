@@ -4,7 +4,9 @@
 processes; messages go through UNIX sockets, memory is a memfd that the peer maps. Both are Linux's plainest tools:
 a dead peer closes its sockets, and memory vanishes with its last user, so nothing leaks and no peer hangs.
 
-A message is a small tuple, delivered in order per pair. `("lost", reason)` arrives when a peer is gone.
+A message is a tuple of plain values (`codec`), delivered in order per pair, whatever the sender does next. Many bytes,
+as its last value, go through memory (`ProcessTransport`). `("lost", reason)` arrives when a peer is gone. How processes
+find each other, and let nobody else in, is told in `doors`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import pickle
 import select
 import socket
 import struct
@@ -22,13 +23,22 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Collection, Iterable
+from errno import errorcode
 
 import torch
 from torch import Tensor
 
-from ..errors import ZeroshardError
+from ..errors import MalformedMessage, ZeroshardError, io_remedy
+from .codec import decode, encode
+from .failure import GONE
+from .flight_recorder import Progress
+from .rendezvous import Door
 
-_HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<I?")  # length; whether a descriptor comes along
+_LARGE_NBYTES = 1 << 17  # of a last value that goes through memory: a socket holds 200 kB, and is faster below
+_ANCILLARY_NBYTES = socket.CMSG_SPACE(struct.calcsize("i"))
+_PART_NBYTES = 1 << 30  # of a file, at a time: Linux moves at most 2 GiB
 _PAGE_NBYTES = 4096
 
 
@@ -41,6 +51,16 @@ class Transport(ABC):
     @abstractmethod
     def send(self, peer: int, message: tuple) -> None:
         """Queue a message for a peer; never blocks, never raises for a peer that is gone."""
+
+    def tell(self, message: tuple) -> None:
+        """`send` to every peer."""
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.send(peer, message)
+
+    def unsent(self) -> Collection[int]:
+        """Peers for which messages are still queued here."""
+        return ()
 
     @abstractmethod
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
@@ -70,6 +90,7 @@ class ThreadWorld:
         self.queues: list[deque] = [deque() for _ in range(world_size)]
         self.signals = [threading.Condition() for _ in range(world_size)]
         self.memory: dict[tuple, Tensor] = {}
+        self.boards: dict[int, Progress] = {}  # what each rank does
         self.serial = itertools.count()
 
 
@@ -105,29 +126,75 @@ class ThreadTransport(Transport):
     def forget(self, handle: object) -> None:
         self.world.memory.pop(handle, None)  # type: ignore[arg-type]
 
-    def close(self) -> None:
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                self.send(peer, ("lost", "it closed its models and left"))
-
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
     memory = mmap.mmap(descriptor, nbytes)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping alive
 
 
-class ProcessTransport(Transport):
-    """Ranks as processes of one Linux host (same PID namespace, same user)."""
+def _written(content: bytes) -> int:
+    """A descriptor of new memory with this content."""
+    descriptor = os.memfd_create("zeroshard-message", os.MFD_CLOEXEC)
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(descriptor, rest[:_PART_NBYTES]) :]
+    return descriptor
 
-    def __init__(self, rank: int, world_size: int, token: str, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. token: unique per group, the same on all its ranks."""
-        self.rank, self.world_size = rank, world_size
+
+def _read_whole(descriptor: int, nbytes: int) -> bytes:
+    """The content of a peer's memory, which goes with its last descriptor."""
+    try:
+        if type(nbytes) is not int or os.fstat(descriptor).st_size != nbytes:
+            raise MalformedMessage(f"a message of {nbytes} bytes has {os.fstat(descriptor).st_size}")
+        starts = range(0, nbytes, _PART_NBYTES)
+        parts = [os.pread(descriptor, min(_PART_NBYTES, nbytes - start), start) for start in starts]
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(descriptor)
+
+
+class _Parcel:
+    """What is queued of one message. descriptor: goes with the first byte, and is then closed here."""
+
+    def __init__(self, data: bytes, descriptor: int | None) -> None:
+        self.data, self.descriptor = memoryview(data), descriptor
+
+    def send(self, sock: socket.socket) -> bool:
+        """Write what the socket takes; True if that was all. Raises BlockingIOError where it takes nothing."""
+        if self.descriptor is not None:
+            sent = socket.send_fds(sock, [self.data], [self.descriptor])
+            self.drop()
+        else:
+            sent = sock.send(self.data)
+        self.data = self.data[sent:]
+        return not self.data
+
+    def drop(self) -> None:
+        """It will not be sent."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class ProcessTransport(Transport):
+    """Ranks as processes of one Linux host (same PID namespace, same user).
+
+    Many bytes are written into a memory of their own, whose descriptor goes along with the message; whoever receives it
+    reads them and closes that, so nothing is left. What a full socket does not take is written by a thread that lives as
+    long as there is something: a peer gets its messages also where this rank goes on to wait for something else.
+    """
+
+    def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
+        """Connect to every peer. door: this rank's; addresses: of all ranks' doors; secret: known to them alone."""
+        self.rank, self.world_size = rank, len(addresses)
         self._forked = False
-        self._in: dict[int, bytearray] = {}
-        self._out: dict[int, bytearray] = {}
-        self._peers: dict[int, socket.socket] = {}
+        self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
+        self._in = {peer: bytearray() for peer in self._peers}
+        self._descriptors: dict[int, deque[int]] = {peer: deque() for peer in self._peers}  # received, for messages in _in
+        self._out: dict[int, deque[_Parcel]] = {}  # peer -> what its socket has not taken
+        self._writing = threading.RLock()  # for _out, and for whatever writes to sockets
+        self._writer: threading.Thread | None = None
         self._ready: deque[tuple[int, tuple]] = deque()
-        self._connect(token, timeout_s)
         self._poll = select.poll()
         self._of_fd = {sock.fileno(): peer for peer, sock in self._peers.items()}
         for sock in self._peers.values():
@@ -135,109 +202,158 @@ class ProcessTransport(Transport):
             self._poll.register(sock.fileno(), select.POLLIN)
         _transports.add(self)
 
-    def _connect(self, token: str, timeout_s: float) -> None:
-        """Each rank listens; it calls the lower ranks and is called by the higher."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(self._address(token, self.rank))
-        listener.listen(self.world_size)
-        listener.settimeout(timeout_s)
-        deadline = time.monotonic() + timeout_s
-        try:
-            for peer in range(self.rank):
-                self._peers[peer] = self._call(self._address(token, peer), deadline)
-            for _ in range(self.rank + 1, self.world_size):
-                sock, _ = listener.accept()
-                sock.settimeout(timeout_s)
-                (peer,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
-                self._peers[peer] = sock
-        finally:
-            listener.close()
-        for peer in self._peers:
-            self._in[peer], self._out[peer] = bytearray(), bytearray()
-
-    @staticmethod
-    def _address(token: str, rank: int) -> str:
-        return f"\0zeroshard-{token}-{rank}"  # abstract namespace: no file to leave behind
-
-    def _call(self, address: str, deadline: float) -> socket.socket:
-        while True:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.connect(address)
-                sock.sendall(struct.pack("<I", self.rank))
-                return sock
-            except (ConnectionRefusedError, FileNotFoundError):
-                sock.close()
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.005)
+    # -- sending ---------------------------------------------------------------------------------------------
 
     def send(self, peer: int, message: tuple) -> None:
+        self._send([peer], message)
+
+    def tell(self, message: tuple) -> None:
+        self._send(list(self._peers), message)
+
+    def _send(self, peers: Iterable[int], message: tuple) -> None:
         self._check_forked()
-        if peer not in self._peers:
-            return
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self._out[peer] += _HEADER.pack(len(data)) + data
-        self._flush(peer)
+        memory = None
+        if isinstance(message[-1], bytes) and len(message[-1]) >= _LARGE_NBYTES:
+            memory = _written(message[-1])
+            message = (*message[:-1], len(message[-1]))
+        data = encode(message)
+        data = _HEADER.pack(len(data), memory is not None) + data
+        with self._writing:
+            for peer in peers:
+                taken = self._try(peer, data) if memory is None and peer not in self._out else 0
+                if taken < len(data) and peer in self._peers:
+                    parcel = _Parcel(data[taken:], None if memory is None else os.dup(memory))
+                    self._out.setdefault(peer, deque()).append(parcel)
+                    self._flush(peer)
+        if memory is not None:
+            os.close(memory)
+
+    def _try(self, peer: int, data: bytes) -> int:
+        """How much the socket takes at once: nearly always all."""
+        try:
+            return self._peers[peer].send(data)
+        except (KeyError, OSError):  # gone, full, or about to be found so
+            return 0
 
     def _flush(self, peer: int) -> None:
-        """Write what the socket takes now; the rest goes when it can (see `receive`)."""
-        out, sock = self._out[peer], self._peers[peer]
+        """Write what the socket takes now; the rest goes when it can."""
+        queue = self._out[peer]
         try:
-            while out:
-                del out[: sock.send(out)]
-            self._poll.modify(sock.fileno(), select.POLLIN)
+            while queue:
+                if queue[0].send(self._peers[peer]):
+                    queue.popleft()
         except BlockingIOError:
-            self._poll.modify(sock.fileno(), select.POLLIN | select.POLLOUT)
-        except OSError:
-            while peer in self._peers:  # it is gone, but may have said why
-                self._read(peer, last=True)
+            if self._writer is None:
+                thread = threading.Thread(target=self._write_rest, name="zeroshard-send", daemon=True)
+                with contextlib.suppress(RuntimeError):  # no more threads: then whoever receives next
+                    thread.start()
+                    self._writer = thread
+        except OSError:  # it is gone, but may have said why: see `receive`
+            self._forget(peer)
+        if not queue:
+            self._out.pop(peer, None)
+
+    def _forget(self, peer: int) -> None:
+        for parcel in self._out.pop(peer, ()):
+            parcel.drop()
+
+    def _write_rest(self) -> None:
+        while True:
+            with self._writing:
+                if not self._out:
+                    self._writer = None
+                    return
+                waiting = select.poll()
+                for peer in self._out:
+                    waiting.register(self._peers[peer].fileno(), select.POLLOUT)
+            waiting.poll(100)  # ms: a socket may be closed meanwhile, here
+            self._flush_all()
+
+    def _flush_all(self) -> None:
+        with self._writing:
+            for peer in list(self._out):
+                self._flush(peer)
+
+    def unsent(self) -> Collection[int]:
+        return self._out
+
+    # -- receiving -------------------------------------------------------------------------------------------
 
     def receive(self, timeout_s: float) -> tuple[int, tuple] | None:
         self._check_forked()
         if not self._ready and self._peers:
-            for descriptor, event in self._poll.poll(timeout_s * 1000):
+            for descriptor, event in (self._poll if not self._out else self._poll_both()).poll(timeout_s * 1000):
                 peer = self._of_fd[descriptor]
-                if event & select.POLLOUT:
-                    self._flush(peer)
                 if event & (select.POLLIN | select.POLLHUP | select.POLLERR) and peer in self._peers:
                     self._read(peer)
+            if self._out:
+                self._flush_all()
         elif not self._ready and timeout_s:
             time.sleep(min(timeout_s, 0.05))
         return self._ready.popleft() if self._ready else None
 
-    def _read(self, peer: int, last: bool = False) -> None:
-        """Take what has come; lose the peer if it is gone (last: or if nothing has come)."""
+    def _poll_both(self) -> select.poll:
+        """Also for peers whose sockets were full."""
+        poll = select.poll()
+        for peer, sock in self._peers.items():
+            poll.register(sock.fileno(), select.POLLIN | (select.POLLOUT if peer in self._out else 0))
+        return poll
+
+    def _read(self, peer: int) -> None:
+        """Take what has come; lose the peer if it is gone."""
         try:
-            data = self._peers[peer].recv(1 << 16)
+            data, ancillary, flags, _ = self._peers[peer].recvmsg(1 << 16, _ANCILLARY_NBYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            if not last:
-                return
-            data = b""
+            return
         except OSError:
-            data = b""
+            data, ancillary, flags = b"", [], 0
+        self._descriptors[peer].extend(struct.unpack("i", content[:4])[0] for *_, content in ancillary)
+        if flags & socket.MSG_CTRUNC:
+            raise ZeroshardError(
+                f"rank {self.rank} can not open what rank {peer} sends: too many files are open here (ulimit -n)"
+            )
         if not data:
             self._lose(peer)
             return
         buffer = self._in[peer]
         buffer += data
         while len(buffer) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(buffer)
+            length, large = _HEADER.unpack_from(buffer)
             if len(buffer) < _HEADER.size + length:
                 break
-            message = pickle.loads(memoryview(buffer)[_HEADER.size : _HEADER.size + length])
+            message = decode(bytes(buffer[_HEADER.size : _HEADER.size + length]))
+            if large:
+                message = (*message[:-1], _read_whole(self._descriptors[peer].popleft(), message[-1]))
             self._ready.append((peer, message))
             del buffer[: _HEADER.size + length]
 
     def _lose(self, peer: int) -> None:
-        sock = self._peers.pop(peer)
-        self._poll.unregister(sock.fileno())
-        sock.close()
-        self._ready.append((peer, ("lost", "its process exited or was killed")))
+        with self._writing:
+            self._forget(peer)
+            sock = self._peers.pop(peer)
+            self._poll.unregister(sock.fileno())
+            sock.close()
+        self._drop_received(peer)
+        self._ready.append((peer, ("lost", GONE)))
+
+    def _drop_received(self, peer: int) -> None:
+        while self._descriptors[peer]:
+            os.close(self._descriptors[peer].popleft())
+
+    # -- memory ----------------------------------------------------------------------------------------------
 
     def export(self, nbytes: int) -> tuple[Tensor, object]:
         descriptor = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(nbytes, 1))
+        try:
+            os.ftruncate(descriptor, max(nbytes, 1))
+        except OSError as error:
+            os.close(descriptor)
+            name = errorcode.get(error.errno or 0, str(error.errno))
+            remedy = "or give comm='dist' to zs.shard(), which shares no memory"
+            raise ZeroshardError(
+                f"{nbytes:,} bytes of memory that the ranks of this host share can not be made: {name} ({error.strerror}); "
+                f"to the system they are a file. {io_remedy(error.errno or 0)}, {remedy}"
+            ) from None
         return _map(descriptor, nbytes), (os.getpid(), descriptor, nbytes)
 
     def open(self, handle: object) -> Tensor:
@@ -253,13 +369,16 @@ class ProcessTransport(Transport):
 
     def close(self) -> None:
         deadline = time.monotonic() + 1.0
-        while any(self._out[peer] for peer in self._peers) and time.monotonic() < deadline:
+        while self._out and time.monotonic() < deadline:
             self.receive(0.01)
-        for sock in self._peers.values():
-            with contextlib.suppress(OSError):  # the peer may be gone
-                sock.shutdown(socket.SHUT_RDWR)  # closing is not enough where something else holds the socket, too
-            sock.close()
-        self._peers.clear()
+        with self._writing:
+            for peer, sock in self._peers.items():
+                self._forget(peer)
+                self._drop_received(peer)
+                with contextlib.suppress(OSError):  # the peer may be gone
+                    sock.shutdown(socket.SHUT_RDWR)  # closing is not enough where something else holds the socket, too
+                sock.close()
+            self._peers.clear()
 
     def _check_forked(self) -> None:
         if self._forked and self.world_size > 1:
@@ -271,7 +390,10 @@ class ProcessTransport(Transport):
     def leave_to_parent(self) -> None:
         """In a child that was forked: the group stays the parent's, which nobody else may speak for or keep looking alive."""
         self._forked = True
-        for sock in self._peers.values():
+        self._writing = threading.RLock()  # a thread that is not here may have held it
+        for peer, sock in self._peers.items():
+            self._forget(peer)
+            self._drop_received(peer)
             sock.close()
         self._peers, self._ready = {}, deque()
 

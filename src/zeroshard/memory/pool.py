@@ -25,7 +25,7 @@ from torch import Tensor
 from ..comm.base import Comm, Region, Work
 from ..config import Tier
 from ..errors import OffloadIOError
-from ..layout import round_up
+from ..tensor.flat_layout import round_up
 from .ledger import STAGING, Ledger
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers

@@ -6,7 +6,7 @@
 
 One state as large as the parameter, where Adam has two: 4 bytes a parameter less on the host. Every operation is
 elementwise and gives an element the same bits wherever it lies in its tensor, so that shards, chunks and whole
-parameters agree (tests/test_kernels.py).
+parameters agree (tests/optim/test_cpu_kernels.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,389 @@
+"""zs.checkpoint_activations: keep only the inputs of blocks, and keep them where there is room (ZeRO-R, arXiv 1910.02054, 6).
+
+    zs.checkpoint_activations(model, offload="cpu")                   # before or after zs.shard, or without it
+    zs.checkpoint_activations(model, partition=model_parallel_group, offload="nvme", path="/nvme")
+    zs.checkpoint_activations(model, off=True)                        # the inverse
+
+A block runs under `torch.utils.checkpoint` (non-reentrant): forward keeps its inputs, backward computes the rest again,
+with the same dropout. The inputs go through a `Store`. Two ways to get hold of them:
+
+    blocks given or found    `block.forward` becomes a `CheckpointedForward`; its inputs alone meet the store's hooks
+    blocks=None              `model.forward` becomes a `ForwardOfCheckpoints`: the model calls checkpoint by itself
+
+Both are attributes of the instance, so that names, hooks and the state dict stay as they are; hooks of the block (those of
+zs.shard too) run around the checkpoint, once. Whatever runs inside another checkpoint, or in a backward, is left alone:
+it is about to be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..comm import backend_select
+from ..comm.streams import Streams, streams_for
+from ..config import Offload, Tier, Units
+from ..errors import ConfigError, ZeroshardError
+from ..memory.ledger import Ledger
+from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import original
+from ..zero.auto_wrap import find_blocks
+from .disk_storage import DiskPlace
+from .saved_tensors import Store, top_hooks
+from .storage import MemoryPlace, Place
+
+_MIN_NUMEL = 1 << 12
+_STALL_TIMEOUT_S = 60.0
+_ATTACHED = "_zeroshard_activations"  # in the model's __dict__
+
+Partition = backend_select.Choice
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose; see `checkpoint_activations`."""
+
+    partition: Partition | None
+    offload: Offload
+    prefetch: int
+    arena_nbytes: int
+    min_numel: int
+    check_equal: bool
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch", "arena_nbytes", "min_numel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}: expected a whole number of at least 0, got {value!r}.")
+
+
+@dataclass(eq=False)
+class Attached:
+    """What was done to a model. forwards: (module, its forward before if that was its own, the one it has now)."""
+
+    store: Store
+    blocks: list[str]
+    forwards: list[tuple[nn.Module, Callable | None, _Forward]] = field(default_factory=list)
+    compiled: list[tuple[nn.Module, Callable, _Forward]] = field(default_factory=list)
+    handle: Any = None
+
+
+def checkpoint_activations(
+    model: nn.Module,
+    *,
+    blocks: Units | None = "auto",
+    partition: Partition | None = None,
+    offload: Offload | str | None = None,
+    path: str | None = None,
+    prefetch: int = 2,
+    arena_nbytes: int | None = None,
+    min_numel: int = _MIN_NUMEL,
+    check_equal: bool = False,
+    off: bool = False,
+) -> nn.Module:
+    """Run blocks under activation checkpointing, and keep their inputs partitioned and offloaded; the same model back.
+
+    Losses, gradients and updated parameters are the same bits as without.
+
+    Args:
+        model: any nn.Module, on its device already; sharded by zs.shard before, afterwards or not at all.
+        blocks: what is computed again as one: "auto" (the classes that repeat in a container), classes or class names,
+            a function (name, module) -> bool, or None where the model calls torch.utils.checkpoint by itself (also
+            through gradient_checkpointing_enable() of transformers, which "auto" recognises).
+        partition: ranks that compute with the same activations, a model-parallel group: a 1-D DeviceMesh, a process
+            group or a Comm. Each keeps 1/N of every checkpoint, and backward gathers it (Pa).
+        offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, of which
+            device, path, pin_memory, checksum and any_filesystem count.
+        prefetch: how many checkpoints are brought back from host or disk ahead of use; 0: none.
+        arena_nbytes: bytes of the arena at the start. None or 0: as the first step needs. It grows between steps only. A
+            disk must have so much room; None: as much as blocks of one class take if all inputs are as the first.
+        min_numel: inputs of fewer elements stay where they are.
+        check_equal: compare what the ranks of `partition` hold, not its shapes alone (for debugging; reads all of it).
+        off: undo an earlier call. No other option goes with it.
+
+    Raises:
+        ConfigError: an option is wrong, the process group was not started, or no block was found.
+        ZeroshardError: the model has this already; or (off) has it not.
+
+    Sources: ZeRO, arXiv 1910.02054, 6.1 (Pa, Pa+cpu) and 6.3 (MD); ZeRO-Infinity, arXiv 2104.07857, 5.1.2.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if off:
+        return _detach(model)
+    for name, module in model.named_modules():
+        if _ATTACHED in module.__dict__ or isinstance(module.__dict__.get("forward"), _Forward):
+            raise ZeroshardError(
+                f"{name or type(model).__name__} has zs.checkpoint_activations already: call it once for a model, or first "
+                "zs.checkpoint_activations(model, off=True)."
+            )
+    chosen = Offload.of(offload, path, "offload", option="path")
+    if path is not None and chosen.tier is not Tier.DISK:
+        raise ConfigError(f"path={path!r} is for offload='nvme', got offload={offload!r}.")
+    options = Options(partition, chosen, prefetch, 0 if arena_nbytes is None else arena_nbytes, min_numel, check_equal)
+    found = _blocks(model, blocks)
+    store = _make_store(model, options)
+    attached = Attached(store, [name for name, _ in found])
+    store.alike = attached.blocks if len({type(block) for _, block in found}) == 1 else []
+    for name, block in found:
+        _attach_block(attached, name, block)
+    if not found:
+        _replace_forward(attached, model, ForwardOfCheckpoints(store, "", model.forward))
+    attached.handle = model.register_forward_pre_hook(_Begin(store), prepend=True)
+    model.__dict__[_ATTACHED] = attached
+    return model
+
+
+def attached_to(model: nn.Module) -> Attached:
+    """What `checkpoint_activations` did to this model. Raises ZeroshardError if nothing."""
+    attached = model.__dict__.get(_ATTACHED)
+    if attached is None:
+        raise ZeroshardError(f"this {type(model).__name__} has no zs.checkpoint_activations: call that first.")
+    return attached
+
+
+# -- what the options mean -----------------------------------------------------------------------------------------
+
+
+def _blocks(model: nn.Module, units: Units | None) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the outermost blocks; none where the model's own checkpoints are meant."""
+    if units is None or (isinstance(units, str) and units == "auto" and _checkpoints_by_itself(model)):
+        return []
+    if (isinstance(units, str) and units != "auto") or isinstance(units, type):
+        units = (units,)
+    found = find_blocks(model, units, "blocks")
+    inside = {id(inner) for _, block in found for inner in block.modules() if inner is not block}
+    found = [(name, block) for name, block in found if id(block) not in inside]
+    without = [name for name, block in found if type(original(block)).forward is nn.Module.forward]
+    if without:
+        raise ConfigError(f"blocks: {without[0]} has no forward of its own; name the modules inside it.")
+    if not found:
+        raise ConfigError(
+            f"blocks: nothing to checkpoint in this {type(model).__name__}: no class repeats in a ModuleList or "
+            "Sequential. Name classes, pass a function (name, module) -> bool, or blocks=None if the model calls "
+            "torch.utils.checkpoint."
+        )
+    return found
+
+
+def _checkpoints_by_itself(model: nn.Module) -> bool:
+    """Whether a model is known to call torch.utils.checkpoint: by transformers' switch or torch's wrapper."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+        for module in model.modules()
+    )
+
+
+def _make_store(model: nn.Module, options: Options) -> Store:
+    first = next(iter(model.parameters()), None)
+    device = torch.device("cpu") if first is None or first.is_meta else first.device
+    ledger = Ledger()
+    comm = None if options.partition is None else backend_select.current(options.partition, device, _STALL_TIMEOUT_S, "partition")
+    streams = comm.streams if comm is not None else _streams_of(model, device)
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
+    place = _place(options, device, streams, ledger, rank)
+    return Store(
+        model, place, comm, ledger, options.prefetch, options.min_numel, options.check_equal, speaks=rank == 0
+    )
+
+
+def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place:
+    if options.offload.tier is Tier.DISK:
+        return DiskPlace(options.offload, device, streams, ledger, options.arena_nbytes, options.prefetch, rank)
+    return MemoryPlace(
+        options.offload.tier, device, streams, ledger, options.arena_nbytes, options.offload.pin_memory
+    )
+
+
+def _streams_of(model: nn.Module, device: torch.device) -> Streams:
+    """The streams of a sharded model are shared: fewer owners, fewer races."""
+    runtime = model.__dict__.get("_zeroshard")
+    return runtime.comm.streams if runtime is not None else streams_for(device)
+
+
+# -- forwards ------------------------------------------------------------------------------------------------------
+
+
+class _Forward:
+    """A callable in place of a module's forward (an object, so that a deep copy of the model refers to itself)."""
+
+    def __init__(self, store: Store, name: str, inner: Callable) -> None:
+        functools.update_wrapper(self, inner)  # signature and docstring: tools look at them
+        self.store, self.name, self.inner = store, name, inner
+        self.active = True
+
+
+class CheckpointedForward(_Forward):
+    """A block's forward under a checkpoint whose inputs go to the store."""
+
+    looked = False  # through the inputs for what can not be stored
+
+    @torch._disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.active and torch.is_grad_enabled()):
+            return self.inner(*args, **kwargs)
+        _refuse_caches(self.name, args, kwargs)
+        tensors, inputs = _take_out((args, kwargs))
+        self._say_what_stays(inputs)
+        given = [(args, kwargs)]  # for forward: the caller's own containers, which a block may change
+
+        def run(*tensors: Tensor) -> Any:
+            args, kwargs = given.pop() if given else _put_back(inputs, iter(tensors))
+            return self.inner(*args, **kwargs)
+
+        with self._hooks():
+            return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=True)
+
+    def _say_what_stays(self, inputs: Any) -> None:
+        """Once, since objects may be large to look through."""
+        opaque = None if self.looked else _opaque(inputs, self.store.min_numel)
+        self.looked = True
+        if opaque is not None:
+            self.store.say(
+                f"{self.name} takes tensors inside a {opaque}, which are not stored: plain arguments are, and tuples, lists and "
+                "dicts of tensors."
+            )
+
+    def _hooks(self) -> contextlib.AbstractContextManager:
+        if _outer_checkpoint() or _in_backward():
+            self.store.say(
+                f"{self.name} runs inside a checkpoint of the model's own, so its input is not stored: pass blocks=None to "
+                "store what the model's checkpoints keep."
+            )
+            return contextlib.nullcontext()
+        return self.store.hooks(self.name)
+
+
+class ForwardOfCheckpoints(_Forward):
+    """The forward of a model that calls torch.utils.checkpoint by itself."""
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.active and torch.is_grad_enabled()) or _outer_checkpoint() or _in_backward():
+            return self.inner(*args, **kwargs)
+        before = self.store.packed
+        with self.store.hooks_of_checkpoints():
+            output = self.inner(*args, **kwargs)
+        if self.store.packed == before:
+            self.store.say(
+                "this forward stored nothing: it called no torch.utils.checkpoint with an input of at least "
+                f"{self.store.min_numel} elements that requires a gradient. Let zs.checkpoint_activations find the blocks."
+            )
+        return output
+
+
+class _Begin:
+    """Forward pre-hook of the model."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        self.store.begin_forward(module)
+
+
+def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
+    compiled = block._compiled_call_impl  # None for a wrapper of torch.compile: its `forward` is what is compiled
+    if compiled is None:
+        _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
+        return
+    # compiled in place: the checkpoint goes around the compiled call, and around what zs.shard has put there
+    forward = CheckpointedForward(attached.store, name, compiled)
+    block._compiled_call_impl = forward
+    attached.compiled.append((block, compiled, forward))
+
+
+def _replace_forward(attached: Attached, module: nn.Module, forward: _Forward) -> None:
+    attached.forwards.append((module, module.__dict__.get("forward"), forward))
+    module.__dict__["forward"] = forward  # not by setattr: torch.compile's wrapper would pass that on
+
+
+def _detach(model: nn.Module) -> nn.Module:
+    """Undo `checkpoint_activations`."""
+    attached = attached_to(model)
+    if attached.store.alive():
+        raise ZeroshardError(
+            f"{attached.store.alive()} activation checkpoints wait for their backward: run it, or drop the losses and outputs "
+            "that refer to them, before zs.checkpoint_activations(model, off=True)."
+        )
+    for module, before, forward in attached.forwards:
+        forward.active = False  # where somebody has wrapped it meanwhile
+        if module.__dict__.get("forward") is forward:
+            del module.__dict__["forward"]
+            if before is not None:
+                module.__dict__["forward"] = before
+    for module, compiled, forward in attached.compiled:
+        forward.active = False
+        if module._compiled_call_impl is forward:
+            module._compiled_call_impl = compiled
+    attached.handle.remove()
+    attached.store.close()
+    del model.__dict__[_ATTACHED]
+    return model
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------
+
+
+class _Place:
+    """Where a tensor was taken out of arguments."""
+
+
+_HERE = _Place()
+
+
+def _take_out(value: Any) -> tuple[list[Tensor], Any]:
+    """The tensors in nested tuples, lists and dicts, and the same containers without them. Other objects stay whole."""
+    if isinstance(value, Tensor):
+        return [value], _HERE
+    if type(value) not in (tuple, list, dict):
+        return [], value
+    parts = [_take_out(item) for item in (value.values() if type(value) is dict else value)]
+    rests = [rest for _, rest in parts]
+    rest = dict(zip(value, rests, strict=True)) if type(value) is dict else type(value)(rests)
+    return [tensor for tensors, _ in parts for tensor in tensors], rest
+
+
+def _put_back(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The inverse of `_take_out`."""
+    if value is _HERE:
+        return next(tensors)
+    if type(value) is dict:
+        return {key: _put_back(item, tensors) for key, item in value.items()}
+    return type(value)(_put_back(item, tensors) for item in value) if type(value) in (tuple, list) else value
+
+
+def _opaque(value: Any, min_numel: int) -> str | None:
+    """The class of an object that `_take_out` has left whole though tensors worth storing are in it."""
+    if type(value) in (tuple, list, dict):
+        items = value.values() if type(value) is dict else value
+        return next((found for item in items if (found := _opaque(item, min_numel))), None)
+    held = any(tensor.requires_grad and tensor.numel() >= min_numel for tensor in find_tensors(value))
+    return type(value).__name__ if held else None
+
+
+def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:
+    for value in (*args, *kwargs.values()):
+        if type(value).__name__.endswith("Cache"):
+            raise ConfigError(
+                f"{name} was given a {type(value).__name__}: computing the block again would append to it twice. Call "
+                "the model with use_cache=False (model.config.use_cache = False) while it is trained."
+            )
+
+
+def _outer_checkpoint() -> bool:
+    """Whether a checkpoint that is not ours runs around this: what is saved here, it computes again."""
+    hooks = top_hooks()
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,107 @@
+"""The report on activation checkpoints: bytes of one rank by place, measured, beside the closed formula.
+
+    2 b s h nl / ci     bytes of all checkpoints in 16 bit (ZeRO-Infinity, arXiv 2104.07857, section 3): batch b, sequence s,
+                        hidden h, nl layers, one checkpoint every ci of them; 1/N of it on each of N ranks (Pa)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from ..config import Tier
+from ..memory.ledger import STAGING, Traffic
+from .checkpoint import attached_to
+from .partition import GATHERS
+from .storage import CHECKPOINTS
+
+
+def checkpoint_nbytes(
+    batch: int, seq: int, hidden: int, layers: int, *, interval: int = 1, itemsize: int = 2, world_size: int = 1
+) -> int:
+    """Bytes of activation checkpoints on each rank: itemsize b s h nl / ci / N. Source: ZeRO-Infinity, section 3."""
+    return itemsize * batch * seq * hidden * layers // interval // world_size
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """What the checkpoints of a model take on this rank. Sizes in bytes; places are "device", "host" and "disk".
+
+    held, peak: slices now, and at most. staging: buffers beside them: peers read those on the device, files those on the
+    host. arena: memory or files set aside. whole_peak: what the same checkpoints would take without partitioning.
+    formula: most checkpoints at a time x bytes of the largest / N. gathers: of slices, in backward.
+    allocations: how often memory or files were taken from the system; constant in the steady state.
+    """
+
+    blocks: tuple[str, ...]
+    offload: str
+    rank: int
+    world_size: int
+    held: dict[str, int]
+    peak: dict[str, int]
+    staging: dict[str, int]
+    arena: dict[str, int]
+    whole_peak: int
+    formula: int
+    packed: int
+    unpacked: int
+    gathers: Traffic
+    moved: dict[str, int]
+    allocations: int
+    messages: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """Plain types, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = f"{len(self.blocks)} blocks" if self.blocks else "the model's own checkpoints"
+        lines = [
+            f"activation checkpoints of {where}, rank {self.rank} of {self.world_size}, kept on {self.offload}",
+            f"{'bytes per rank':<20}{'held':>16}{'peak':>16}{'arena':>16}{'staging':>16}",
+        ]
+        for place, peak in self.peak.items():
+            if peak or self.staging[place] or self.arena[place]:
+                lines.append(
+                    f"{place:<20}{self.held[place]:>16,}{peak:>16,}{self.arena[place]:>16,}{self.staging[place]:>16,}"
+                )
+        lines.append(f"formula {self.formula:,}; whole, on one rank {self.whole_peak:,}")
+        lines.append(f"gathered {self.gathers.count} times, {self.gathers.nbytes:,} bytes sent")
+        lines += [f"moved {link}: {nbytes:,}" for link, nbytes in self.moved.items()]
+        lines += [f"note: {message}" for message in self.messages]
+        return "\n".join(lines)
+
+
+def activation_report(model: nn.Module) -> ActivationReport:
+    """The report of a model with `zs.checkpoint_activations` on this rank (not collective)."""
+    attached = attached_to(model)
+    store = attached.store
+    store.alive()  # takes back what autograd has let go
+    ledger, place, slices = store.ledger, store.place, store.slices
+    peaks = {Tier.DEVICE: ledger.peak[CHECKPOINTS], Tier.HOST: 0, Tier.DISK: 0}
+    if place.tier is not Tier.DEVICE:
+        peaks[place.tier] = ledger.elsewhere_peak[place.tier]
+    staging = {Tier.DEVICE: ledger.peak[STAGING], Tier.HOST: 0, Tier.DISK: 0}
+    if place.tier is Tier.DISK:
+        staging[Tier.HOST] = ledger.elsewhere_peak[Tier.HOST]
+    held = {Tier.DEVICE: ledger.now, **ledger.elsewhere}
+    traffic = ledger.traffic[GATHERS]
+    return ActivationReport(
+        blocks=tuple(attached.blocks),
+        offload=place.tier.value,
+        rank=slices.rank,
+        world_size=slices.world_size,
+        held={tier.value: held[tier][CHECKPOINTS] for tier in Tier},
+        peak={tier.value: peaks[tier] for tier in Tier},
+        staging={tier.value: staging[tier] for tier in Tier},
+        arena={tier.value: place.arena_nbytes if tier is place.tier else 0 for tier in Tier},
+        whole_peak=store.whole_peak,
+        formula=store.largest_nbytes * store.most // slices.world_size,
+        packed=store.packed,
+        unpacked=store.unpacked,
+        gathers=Traffic(traffic.count, traffic.nbytes, dict(traffic.units)),
+        moved={f"{begins.value} -> {ends.value}": nbytes for (begins, ends), nbytes in ledger.moved.items()},
+        allocations=place.allocations,
+        messages=tuple(store.messages),
+    )

@@ -1,0 +1,351 @@
+"""The store: what activation checkpoints keep from forward to backward, in place of the tensors themselves.
+
+    pack    tensor -> Packed      this rank's slice goes to its place                  (forward, as autograd saves)
+    unpack  Packed -> tensor      slices come back and are gathered, in new memory     (backward; more than once if asked)
+
+Autograd holds the `Packed`. When it goes (after its backward, with a loss that was dropped, or with a forward that raised)
+its slot is free again: a finalizer notes that, and the next call takes it back, since finalizers may run anywhere.
+
+Never packed are parameters and views of their memory, small tensors, tensors without a gradient (masks, positions: every
+block refers to the same one) and what a backward computes again. A tensor that several checkpoints of a forward keep,
+as the encoder's output in every block of a decoder, is packed once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..comm.base import Comm
+from ..errors import OffloadIOError, ShardedAccessError, SwapError, ZeroshardError
+from ..memory.ledger import Ledger
+from ..zero.unit import ParamHome
+from .partition import Slices
+from .storage import Kept, Place
+
+
+class Packed:
+    """A tensor in the store. Its strides come back too: kernels may add in another order along other strides."""
+
+    __slots__ = ("__weakref__", "dense", "forward", "kept", "name", "number", "shape", "storage", "stride")
+
+    def __init__(self, tensor: Tensor, dense: bool, kept: Kept, number: int, name: str, forward: int) -> None:
+        self.shape, self.stride, self.dense = tensor.shape, tensor.stride(), dense
+        self.kept, self.number, self.name, self.forward = kept, number, name, forward
+        self.storage = StorageWeakRef(tensor.untyped_storage())  # while this lives, no other storage has its address
+
+    def restore(self, flat: Tensor) -> Tensor:
+        """The tensor, from its elements in order of memory (numel, or more)."""
+        numel = self.shape.numel()
+        if self.dense:
+            return flat[:numel].as_strided(self.shape, self.stride)
+        whole = torch.empty_strided(self.shape, self.stride, dtype=flat.dtype, device=flat.device)
+        return whole.copy_(flat[:numel].view(self.shape))
+
+
+class Passed:
+    """A tensor that stays where it is, with the checks that autograd leaves to those who pack."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # detached: autograd hands in outputs with their node, and a node that holds itself is never freed
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+    def restore(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version}."
+            )
+        if self.tensor.layout is torch.strided and self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
+            raise ShardedAccessError(
+                "a checkpoint was given a parameter of another unit as its input, which is released by now. Let the "
+                "checkpointed function read the parameter from its module."
+            )
+        return self.tensor
+
+
+class Store:
+    """All packed tensors of one model on this rank.
+
+    Args:
+        model: whose parameters are never packed.
+        place, comm: where slices rest; the ranks that share the activations, or None.
+        prefetch: how many slices are brought back ahead of use.
+        min_numel: smaller tensors stay where they are.
+        check_equal: compare what the ranks pack, not its shapes alone (for debugging: it reads all of it).
+        speaks: whether this rank prints what all have to say.
+    """
+
+    def __init__(
+        self, model: nn.Module, place: Place, comm: Comm | None, ledger: Ledger, prefetch: int, min_numel: int,
+        check_equal: bool, speaks: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
+        self.slices = Slices(comm, ledger, check_equal)
+        self.comm = self.slices.comm
+        self.alike: list[str] = []  # blocks whose inputs are expected to be of one size, in order
+        self.messages: list[str] = []
+        self.speaks = speaks
+        self.packed, self.unpacked = 0, 0  # so far
+        self.whole_nbytes = self.whole_peak = 0  # of the tensors packed now, and at most: what plain checkpoints hold
+        self.largest_nbytes, self.most = 0, 0  # of one tensor; tensors at a time
+        self.closed = False
+        self.users = 1  # models
+        self._forward, self._number = 0, 0
+        self._live: dict[int, Kept] = {}  # by number, in order of packing
+        self._known: dict[tuple, weakref.ref[Packed]] = {}  # by what identifies a tensor
+        self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # by finalizers: number, key, slice, whole nbytes
+        self._ahead: list[Kept] = []
+        self._parameters: dict[int, StorageWeakRef] = {}  # memories that parameters are views of
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose forwards have run: this one, and copies of it
+
+    def __deepcopy__(self, memo: dict) -> Store:
+        self.users += 1
+        return self  # a copy of the model has checkpoints of its own, in the same store
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ZeroshardError(
+            "a model with zs.checkpoint_activations can not be pickled. Save its state_dict(), or first call "
+            "zs.checkpoint_activations(model, off=True)."
+        )
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """A model's forward begins."""
+        self._forward += 1
+        self._models.add(model)
+
+    def say(self, text: str) -> None:
+        """Note something unusual; one line on stderr, once."""
+        if text not in self.messages:
+            self.messages.append(text)
+            if self.speaks:
+                print(f"zeroshard: {text}", file=sys.stderr)
+
+    # -- pack ------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor, name: str) -> Packed | Passed:
+        """What autograd keeps in place of a checkpoint's input."""
+        self._reap()
+        if not self._live:
+            self._between_steps()
+        flat = None if not self._takes(tensor) else _in_order_of_memory(tensor.detach())
+        if flat is None:
+            return Passed(tensor)
+        self.slices.record(self._forward, name, tensor)
+        if not self.packed and name in self.alike:
+            self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
+        key = _identity(tensor, self._forward)
+        known = self._known[key]() if key in self._known else None
+        if known is not None and not known.storage.expired():
+            return known
+        with torch.no_grad(), self._told():
+            kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
+        self._number += 1
+        packed = Packed(tensor, flat.data_ptr() == tensor.data_ptr(), kept, self._number, name, self._forward)
+        self._live[packed.number] = kept
+        self._known[key] = weakref.ref(packed)
+        weakref.finalize(packed, self._freed.append, (packed.number, key, kept, tensor.nbytes)).atexit = False
+        self._count(tensor.nbytes)
+        return packed
+
+    def _takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
+        if type(tensor) is not Tensor or not tensor.requires_grad or tensor.layout is not torch.strided:
+            return False
+        if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
+            return False
+        if tensor.device.type != self.place.device.type:
+            self.say(
+                f"activations on {tensor.device} are not stored: the model was on {self.place.device} when "
+                "zs.checkpoint_activations was called. Move the model first."
+            )
+            return False
+        return True
+
+    def _count(self, nbytes: int) -> None:
+        self.packed += 1
+        self.whole_nbytes += nbytes
+        self.whole_peak = max(self.whole_peak, self.whole_nbytes)
+        self.largest_nbytes, self.most = max(self.largest_nbytes, nbytes), max(self.most, len(self._live))
+
+    def _between_steps(self) -> None:
+        """Nothing is packed: the arena may be replaced, and parameters may have got other memory."""
+        self.slices.forget()
+        message = self.place.settle()
+        if message is not None:
+            self.messages.append(message)
+            if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first size is no news
+                print(f"zeroshard: {message}", file=sys.stderr)
+        storages = [_memory(param) for param in self.model.parameters()]
+        self._parameters = {s._cdata: StorageWeakRef(s) for s in storages if s is not None}
+
+    # -- unpack ----------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Packed | Passed) -> Tensor:
+        """The tensor again, in memory of its own."""
+        if isinstance(packed, Passed):
+            return packed.restore()
+        if self.closed:
+            raise ZeroshardError("backward() after zs.checkpoint_activations(model, off=True): run it before.")
+        self._reap()
+        with torch.no_grad(), self._told():
+            self.slices.agree(packed.forward)
+            self._fetch(packed)
+            whole = self.slices.gather(self.place.get(packed.kept), packed.name)
+            self.place.done(packed.kept)
+            self.unpacked += 1
+            return packed.restore(whole)
+
+    def _fetch(self, packed: Packed) -> None:
+        """Start to bring back this slice and the `prefetch` ones packed before it: backward comes to them next."""
+        wanted = [packed.kept]
+        for number in reversed(self._live):
+            if len(wanted) > self.prefetch:
+                break
+            if number < packed.number:
+                wanted.append(self._live[number])
+        for kept in self._ahead:
+            if kept not in wanted:
+                self.place.done(kept)  # backward took another way
+        self._ahead = wanted
+        for kept in wanted:
+            self.place.fetch(kept, wait=kept is packed.kept)
+
+    def _reap(self) -> None:
+        """Take back what autograd has let go."""
+        while self._freed:
+            number, key, kept, nbytes = self._freed.popleft()
+            del self._live[number]
+            if key in self._known and self._known[key]() is None:
+                del self._known[key]
+            self.place.drop(kept)
+            self.whole_nbytes -= nbytes
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A failure of the disk is told to all ranks that wait for this one, before it is raised here."""
+        try:
+            yield
+        except (OffloadIOError, SwapError) as error:
+            for comm in self._comms():
+                # without the traceback, which holds buffers
+                comm.abort(f"rank {comm.rank}: {error}", copy.copy(error))
+            raise
+
+    def _comms(self) -> list[Comm]:
+        """Those of the ranks that share the activations, and of those that share the parameters, as it is now."""
+        comms = [] if self.comm is None else [self.comm]
+        for model in self._models:
+            runtimes = [module.__dict__.get("_zeroshard") for module in model.modules()]  # None: not sharded there
+            comms += [runtime.comm for runtime in runtimes if runtime is not None]
+            homes = [getattr(param, "_home", None) for param in model.parameters()]
+            comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]
+        return [comm for comm in {id(comm): comm for comm in comms}.values() if comm.world_size > 1]
+
+    def alive(self) -> int:
+        """How many tensors are packed now."""
+        self._reap()
+        return len(self._live)
+
+    def close(self) -> None:
+        """The last model of the store gives up all memory and files."""
+        self._reap()
+        self.users -= 1
+        if self.users:
+            return
+        self.closed = True
+        self.slices.close()
+        self.place.close()
+
+    # -- hooks -----------------------------------------------------------------------------------------------
+
+    def hooks(self, name: str) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context in which everything that autograd saves is packed: for nothing but a call of `checkpoint`."""
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self.pack(tensor, name), self.unpack)
+
+    def hooks_of_checkpoints(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context in which the inputs of `torch.utils.checkpoint` are packed, and all else is saved as outside of it."""
+        outer = top_hooks()
+        count = 0
+
+        def pack(tensor: Tensor) -> Any:
+            nonlocal count
+            if _is_input_of_checkpoint():
+                count += 1
+                return self.pack(tensor, f"checkpoint input {count}")
+            if outer is not None:
+                return _Outer(outer[0](tensor), outer[1])
+            return Passed(tensor)
+
+        def unpack(value: Any) -> Tensor:
+            return value.unpack(value.packed) if isinstance(value, _Outer) else self.unpack(value)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+class _Outer:
+    """What hooks outside of ours have packed."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+
+def top_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost saved-tensor hooks (pack, unpack) in force, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _is_input_of_checkpoint() -> bool:
+    """Whether torch.utils.checkpoint itself saves what is being packed.
+
+    Non-reentrant checkpoints save their inputs from a function of that file (2.13: SavedTensor; before: an autograd
+    function), reentrant ones through `CheckpointFunction.apply`, which it calls. What runs inside a checkpoint does not
+    come here: the one kind has hooks of its own, the other saves nothing.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
+
+
+def _identity(tensor: Tensor, forward: int) -> tuple:
+    """Equal for two tensors of a forward only if they hold the same elements (as long as the storage lives)."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, forward
+
+
+def _memory(param: Tensor) -> torch.UntypedStorage | None:
+    """The storage that a parameter, when gathered, is a view of."""
+    home = getattr(param, "_home", None)
+    if isinstance(home, ParamHome) and home.group.values.sharded:
+        param = home.group.values.full
+    return param.untyped_storage() if param.layout is torch.strided else None
+
+
+def _in_order_of_memory(tensor: Tensor) -> Tensor | None:
+    """All elements as one flat tensor: a view where they lie without gaps, else a copy. None if some share their place."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    extent = 1
+    for stride, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < extent:
+            return None  # expanded: it takes less memory than a copy would
+        extent = stride * length
+    if extent == tensor.numel():
+        return tensor.as_strided((extent,), (1,))
+    return tensor.contiguous().view(-1)

@@ -1,0 +1,292 @@
+"""Places where the slices of activation checkpoints rest between forward and backward: device, host, disk.
+
+    put -> Kept      the slice is copied to its place; its source may be freed at once
+    fetch            start to bring it back, ahead of use
+    get ... done     the slice on the device, valid in between
+    drop             nobody will ask for it again
+
+Memory is taken from an *arena*: one allocation of constant size in which every checkpoint has a slot (ZeRO, arXiv
+1910.02054, 6.3: without it, long- and short-lived tensors interleave and memory is fragmented). What does not fit gets
+ordinary memory for as long as it lives, and the arena is replaced by a larger one when it is empty (`settle`). So the
+first step measures, and the steady state allocates nothing.
+
+On a CPU the device's memory is the host's: DEVICE and HOST differ in the ledger alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.streams import Streams
+from ..config import Tier
+from ..errors import OffloadIOError
+from ..io.async_file import empty_aligned
+from ..memory.ledger import Ledger
+from .free_list import Space
+
+CHECKPOINTS = "activation checkpoints"  # category in the ledger
+_SLOT_ALIGN = 512  # bytes: what CUDA's allocator gives, and enough for every vector kernel
+
+
+@dataclass(eq=False)
+class Kept:
+    """One slice at rest: (numel,) elements. The place that made it knows the rest."""
+
+    numel: int
+    dtype: torch.dtype
+    offset: int = -1  # in the arena or file; -1: ordinary memory
+    memory: Tensor | None = None  # (numel,), where it rests in memory
+    writing: Any = None  # what must be over before it can be read
+    ahead: Any = None  # what `fetch` started
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Place(ABC):
+    """Where slices rest.
+
+    allocations: how often memory was taken from the system; constant in the steady state. foreseen: slices like the first
+    that will follow it in a forward.
+    """
+
+    tier: Tier
+    foreseen = 0
+
+    def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
+        self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
+        self.arena_nbytes = 0
+        self.allocations = 0
+
+    @abstractmethod
+    def put(self, part: Tensor, numel: int) -> Kept:
+        """Keep `part` (at most numel,), contiguous and on the device, as a slice of `numel` elements."""
+
+    @abstractmethod
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        """Start to bring a slice back. Not `wait`: only if that can begin without waiting."""
+
+    @abstractmethod
+    def get(self, kept: Kept) -> Tensor:
+        """The slice (numel,) on the device, for work of the current stream that is started before `done`."""
+
+    @abstractmethod
+    def done(self, kept: Kept) -> None:
+        """What `fetch` or `get` brought is not needed any more; it may be fetched again."""
+
+    @abstractmethod
+    def drop(self, kept: Kept) -> None:
+        """Forget a slice; the inverse of `put`."""
+
+    def settle(self) -> str | None:
+        """Called when nothing is kept: grow to what has been needed, and say so."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up all memory and files."""
+
+
+class MemoryPlace(Place):
+    """An arena in the memory of the device or of the host."""
+
+    def __init__(
+        self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int, pin: bool = True
+    ) -> None:
+        super().__init__(tier, device, streams, ledger)
+        self.away = tier is Tier.HOST and streams.separate_host
+        self.pin = pin and device.type == "cuda"
+        self._space, self._arena = Space(0, _SLOT_ALIGN), None
+        self._beyond_nbytes = self._beyond_peak = 0  # in ordinary memory: now, and most since the arena was made
+        self._needed_nbytes = 0  # most in the arena and in ordinary memory
+        self._down: Any = None  # the newest copy to the host, and from it; those of one direction run in order
+        self._up: Any = None
+        self._dying: list[tuple[Tensor, tuple[Any, Any]]] = []  # dropped memory beyond the arena, and what may still use it
+        if arena_nbytes:
+            self._renew(arena_nbytes)
+
+    def put(self, part: Tensor, numel: int) -> Kept:
+        self._bury()
+        kept = Kept(numel, part.dtype)
+        offset = self._space.take(kept.nbytes)
+        if offset is None:
+            memory = self._allocate(kept.nbytes)
+            self._beyond_nbytes += self._space.rounded(kept.nbytes)
+            self._beyond_peak = max(self._beyond_peak, self._beyond_nbytes)
+            self._needed_nbytes = max(self._needed_nbytes, self._space.used_nbytes + self._beyond_nbytes)
+        else:
+            assert self._arena is not None
+            kept.offset, memory = offset, self._arena[offset : offset + kept.nbytes]
+        kept.memory = memory.view(part.dtype)
+        target = kept.memory[: part.numel()]
+        if self.away:
+            kept.writing = self._down = self.streams.copy(target, part)
+            self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
+        else:
+            target.copy_(part)
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, self.tier)
+        return kept
+
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        if not self.away or kept.ahead is not None:
+            return
+        assert kept.memory is not None
+        self.streams.join(kept.writing)  # the copies down and up have streams of their own
+        target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
+        self._up = self.streams.copy(target, kept.memory)
+        kept.ahead = (target, self._up)
+        self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
+
+    def get(self, kept: Kept) -> Tensor:
+        assert kept.memory is not None
+        if not self.away:
+            return kept.memory
+        self.fetch(kept, wait=True)
+        target, ticket = kept.ahead
+        self.streams.join(ticket)
+        return target
+
+    def done(self, kept: Kept) -> None:
+        if kept.ahead is not None:
+            # the slot may be written next: that copy is ordered after the current stream, and so after this one
+            self.streams.join(kept.ahead[1])
+            kept.ahead = None
+
+    def drop(self, kept: Kept) -> None:
+        self.done(kept)
+        if kept.offset < 0:
+            self._beyond_nbytes -= self._space.rounded(kept.nbytes)
+            if self.away:  # to give memory back is the host's doing: streams that have joined a copy do not order it
+                self._dying.append((kept.memory, (self._down, self._up)))
+        else:
+            self._space.give(kept.offset, kept.nbytes)
+        kept.memory = None
+        self.ledger.strike(CHECKPOINTS, kept.nbytes, self.tier)
+
+    def settle(self) -> str | None:
+        if not self._beyond_peak or self._space.used_nbytes or self._beyond_nbytes:
+            return None
+        before = self.arena_nbytes
+        # where it was large enough but in pieces, by what did not find room
+        self._renew(self._needed_nbytes if self._needed_nbytes > before else before + self._beyond_peak)
+        return f"arena for activation checkpoints ({self.tier.value}): {before:,} -> {self.arena_nbytes:,} bytes"
+
+    def _renew(self, nbytes: int) -> None:
+        """Replace the (empty) arena."""
+        self._finish()
+        # the old one goes before the next one is made: never two at a time, and none at all where there is no memory
+        self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
+        self._beyond_peak = 0
+        space = Space(nbytes, _SLOT_ALIGN)
+        self._arena = self._allocate(space.nbytes)
+        self._space, self.arena_nbytes = space, space.nbytes
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        self.allocations += 1
+        if self.away:
+            return empty_aligned(nbytes, pin=self.pin)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _bury(self) -> None:
+        """Give back dropped memory that no copy uses any more."""
+        while self._dying and all(ticket is None or self.streams.finished(ticket) for ticket in self._dying[0][1]):
+            del self._dying[0]
+
+    def _finish(self) -> None:
+        """No copy reads or writes this memory, or what was dropped, any more."""
+        for ticket in (self._down, self._up):
+            if ticket is not None:
+                self.streams.finish(ticket)
+        self._down = self._up = None
+        self._dying.clear()
+
+    def close(self) -> None:
+        self._finish()
+        self._arena, self._space, self.arena_nbytes = None, Space(0, _SLOT_ALIGN), 0
+
+
+@dataclass(eq=False)
+class Landed:
+    """A copy between host and device under way, for those who wait on the host."""
+
+    streams: Streams
+    ticket: Any
+
+    def done(self) -> bool:
+        return self.streams.finished(self.ticket)
+
+    def wait(self) -> None:
+        self.streams.finish(self.ticket)
+
+
+class HostBuffers:
+    """At most `count` page-aligned host buffers, as large as the largest slice, on the way to and from a disk.
+
+    A buffer that was given back while something still reads or writes it (`pending`, with done() and wait()) is taken
+    again when that is over. Where all are in other hands, one more is made: waiting for them could go on for ever.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], Tensor], ledger: Ledger) -> None:
+        self.count, self.make, self.ledger = count, make, ledger
+        self.nbytes, self.made = 0, 0
+        self._free: list[tuple[Tensor, Any]] = []
+        self._entered_nbytes = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """A buffer of at least `nbytes` bytes. Raises what the request that used it last raises, if it must wait for it."""
+        if nbytes > self.nbytes:
+            self.nbytes = nbytes
+            self._discard()
+        ready = [index for index, (_, pending) in enumerate(self._free) if pending is None or pending.done()]
+        if not ready and (self.made < self.count or not self._free):
+            return self._new()
+        buffer, pending = self._free.pop(ready[0] if ready else 0)
+        if not ready:
+            pending.wait()
+        if buffer.nbytes == self.nbytes:
+            return buffer
+        self._free.append((buffer, None))
+        self._discard()
+        return self._new()
+
+    def give(self, buffer: Tensor, pending: Any = None) -> None:
+        """The buffer may be taken again when `pending` is over."""
+        self._free.append((buffer, pending))
+
+    def _discard(self) -> None:
+        """Let go of idle buffers that have become too small."""
+        kept = []
+        for buffer, pending in self._free:
+            if buffer.nbytes < self.nbytes and (pending is None or pending.done()):
+                self.made -= 1
+                self._enter(-buffer.nbytes)
+            else:
+                kept.append((buffer, pending))
+        self._free = kept
+
+    def _new(self) -> Tensor:
+        self.made += 1
+        self._enter(self.nbytes)
+        return self.make(self.nbytes)
+
+    def _enter(self, nbytes: int) -> None:
+        self._entered_nbytes += nbytes
+        enter = self.ledger.enter if nbytes > 0 else self.ledger.strike
+        enter("buffers of activation checkpoints", abs(nbytes), Tier.HOST)
+
+    def close(self) -> None:
+        """Wait for what is under way, and drop the buffers."""
+        while self._free:
+            pending = self._free.pop()[1]
+            if pending is not None and not pending.done():
+                with contextlib.suppress(OffloadIOError):  # nobody will use what it moved
+                    pending.wait()
+        self._enter(-self._entered_nbytes)

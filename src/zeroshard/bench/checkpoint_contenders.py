@@ -1,0 +1,106 @@
+"""Saving and loading of each library, as its own documentation tells a user to.
+
+    zeroshard   zs.save, zs.load
+    FSDP2       torch.distributed.checkpoint with get_state_dict and set_state_dict
+    DeepSpeed   engine.save_checkpoint, engine.load_checkpoint
+
+DeepSpeed does not sync its files to the disk; whoever times it must (checkpoints.py does, for all alike).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """save, load: path -> None. in_background: path -> functions that tell for how many seconds training has been held up
+    so far, and that wait for the end."""
+
+    save: Callable[[str], None]
+    load: Callable[[str], None]
+    in_background: Callable[[str], tuple[Callable[[], float], Callable[[], object]]] | None = None
+    states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
+
+
+def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Of a sharded model."""
+    import zeroshard as zs
+
+    from ..checkpoint.state_map import collect
+    from ..zero.runtime import runtime_of
+
+    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
+        saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
+        return lambda: saving.stall_seconds, saving.wait
+
+    def states() -> list[Tensor]:
+        contents = collect(runtime_of(model), optimizer.core, frozen=True)  # type: ignore[attr-defined]
+        ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
+        return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
+
+    return Keeper(
+        save=lambda path: zs.save(path, model, optimizer, overwrite=True) and None,
+        load=lambda path: zs.load(path, model, optimizer) and None,
+        in_background=in_background,
+        states=states,
+    )
+
+
+def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
+    """Of a model under fully_shard."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    beside = torch.distributed.new_group(backend="gloo")  # its thread must not mix with the training's collectives
+
+    def save(path: str) -> None:
+        values, states = get_state_dict(model, optimizer)
+        dcp.save({"model": values, "optim": states}, checkpoint_id=path)
+
+    def load(path: str) -> None:
+        values, states = get_state_dict(model, optimizer)
+        dcp.load({"model": values, "optim": states}, checkpoint_id=path)
+        set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
+
+    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
+        begin = time.monotonic()
+        values, states = get_state_dict(model, optimizer)
+        future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path, process_group=beside)
+        stall_s = time.monotonic() - begin
+        return lambda: stall_s, getattr(future, "upload_completion", future).result
+
+    return Keeper(save, load, in_background)
+
+
+def deepspeed_keeper(engine: Any) -> Keeper:
+    """Of a DeepSpeed engine."""
+
+    def save(path: str) -> None:
+        engine.save_checkpoint(path, tag="bench")
+
+    def load(path: str) -> None:
+        found, _ = engine.load_checkpoint(path, tag="bench")
+        assert found is not None, f"DeepSpeed found no checkpoint in {path}"
+
+    return Keeper(save, load)
+
+
+def copy_seconds(states: list[Tensor]) -> float:
+    """One memory copy of this rank's states to memory that has been touched. One, as a save makes one: repeated it is faster."""
+    copies = [torch.empty_like(state).zero_() for state in states]
+    begin = time.monotonic()
+    for copy, state in zip(copies, states, strict=True):
+        copy.copy_(state)
+    return time.monotonic() - begin
+
+
+def written_nbytes(path: str) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in Path(path).rglob("*") if file.is_file())

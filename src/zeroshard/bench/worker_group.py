@@ -1,0 +1,129 @@
+"""All ranks of one contender, seen from the controller: start, ask, close.
+
+A team that fails (an exception, a dead process, no answer in time) raises `TeamFailed` once and is closed;
+the others go on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, Iterator, NoReturn
+
+from . import worker
+from .plan import Contender, Workload
+
+START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
+ANSWER_TIMEOUT_S = 600.0
+
+
+class TeamFailed(RuntimeError):
+    """A contender could not go on; the message is one line for the table."""
+
+
+class Team:
+    """One process per rank; they sleep on a pipe while other teams have their turn."""
+
+    def __init__(self, contender: Contender, workload: Workload, log_dir: Path) -> None:
+        self.contender, self.ready = contender, ()
+        self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        with one_thread_per_rank():
+            for rank in range(workload.ranks):
+                here, there = context.Pipe()
+                log_file = str(log_dir / f"{contender.name}.{rank}.log")
+                meeting_file = os.path.join(self._meeting_dir.name, "store")
+                post = worker.Post(contender, workload, rank, meeting_file, log_file)
+                process = context.Process(target=worker.serve, args=(there, post), daemon=True)
+                process.start()
+                there.close()
+                self._pipes.append(here)
+                self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def wait_ready(self) -> None:
+        self.ready = self._answers(START_TIMEOUT_S)
+
+    def ask(self, *message: object, meanwhile: Callable[[], None] | None = None) -> list:
+        """Send one message to every rank; answers in rank order. `meanwhile` is called while waiting."""
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send(message)
+            except OSError:
+                self._fail_dead(rank)
+        return self._answers(ANSWER_TIMEOUT_S, meanwhile)
+
+    def close(self) -> None:
+        """End the processes; safe to call twice."""
+        for pipe, process in zip(self._pipes, self._processes):
+            if process.is_alive():
+                try:
+                    pipe.send(("quit",))
+                except OSError:
+                    pass
+        for process in self._processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
+        self._meeting_dir.cleanup()
+
+    def _answers(self, timeout_s: float, meanwhile: Callable[[], None] | None = None) -> list:
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, object] = {}
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            slice_s = 0.01 if meanwhile else min(1.0, timeout_s)
+            for pipe in multiprocessing.connection.wait(list(waiting), slice_s):
+                answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])
+            if meanwhile:
+                meanwhile()
+            if time.monotonic() > deadline:
+                silent = ", ".join(str(r) for r in waiting.values() if r not in answers)
+                self._fail(f"no answer from rank {silent} within {timeout_s:.0f} s")
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _receive(self, pipe, rank: int) -> object:
+        try:
+            answer = pipe.recv()
+        except (EOFError, ConnectionError):
+            self._fail_dead(rank)
+        if isinstance(answer, worker.Failure):
+            self._fail(f"rank {rank}: {answer.summary}")
+        return answer
+
+    def _fail_dead(self, rank: int) -> NoReturn:
+        self._processes[rank].join(5)
+        self._fail(f"rank {rank} died (exit code {self._processes[rank].exitcode}); see its log")
+
+    def _fail(self, reason: str) -> NoReturn:
+        for process in self._processes:  # its peers may wait in a collective for ever
+            process.kill()
+        self.close()
+        raise TeamFailed(reason)
+
+
+@contextmanager
+def one_thread_per_rank() -> Iterator[None]:
+    """Children inherit the variable; it must be set before they import torch."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before

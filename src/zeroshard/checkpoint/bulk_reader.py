@@ -1,0 +1,298 @@
+"""Reading a checkpoint once: what is needed is noted first, then read in the order of the files and verified on the way.
+
+    note     tensor a <- file 0 [64, 900k)     tensor b <- file 0 [901k, 5M)     ...
+    read     file 0 | window | window | ...    direct I/O, several ahead; checksum of each block
+             -> copied to destinations that nobody uses yet (fresh states)
+             -> or kept where it is, as far as there is room, for those that must not change before all is verified
+    Kept     whoever asks again gets what he noted; windows that were not kept are read, and verified, once more
+
+So a damaged block is found before anything has changed. Only whole blocks are read; ranks that share a block both read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..errors import CheckpointCorrupt, CheckpointError, OffloadIOError
+from ..io.aligned import bytes_of
+from ..io.async_file import Engine, File, Handle, open_file
+from ..io.tensor_reader import Stored, StoredTensor
+from .manifest import Manifest
+from .rank_file import DIGEST_NBYTES
+from .read_buffers import SLOTS, WINDOW_NBYTES, Room
+
+_AHEAD = 16  # windows that are read before it is known what is needed
+_AGAIN = 2  # windows that are read with one that was not kept: this many, it included
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Bytes [begin, end) of a file, which are elements of `dtype`, are to become `out`; on "meta": will be asked for."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Bytes [begin, end) of a file. lasts: somebody will ask for some of them."""
+
+    begin: int
+    end: int
+    lasts: bool
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Bytes from `begin` on, on their way into `memory`. kept: which stays as it is."""
+
+    begin: int
+    memory: Tensor
+    handle: Handle
+    kept: bool
+
+
+class Bulk:
+    """Reads of one checkpoint of ours that are carried out together. `add` notes one.
+
+    A context: leaving it ends what is under way, and gives the room back.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, room: Room) -> None:
+        self.manifest, self.room = manifest, room
+        self.entries = {folder / file.name: file for file in manifest.files}
+        self.wanted: dict[Path, list[_Wanted]] = {}
+        self._engine, self._files = Engine(), dict[Path, File]()
+        self._ahead: dict[tuple[Path, int, int], _Landing] = {}
+        self._under_way: deque[_Landing] = deque()
+        self._first: list[_Landing] = []  # reads that were begun one right after the other, by the time `_started`
+        self._started = 0.0
+
+    def __enter__(self) -> Bulk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()  # when the reads under way are done
+        for file in self._files.values():
+            file.close()
+        self.room.close()
+
+    def ahead(self, path: Path) -> None:
+        """Begin to read a file of which much will be needed, into buffers that are free. If it cannot be read, `read` tells."""
+        for begin, end in itertools.islice(_cut(0, self.entries[path].nbytes), _AHEAD):
+            memory = self.room.spare(end - begin)
+            if memory is None:
+                return
+            with suppress(OffloadIOError):
+                self._ahead[path, begin, end] = self.begin(path, begin, memory, kept=True)
+
+    def add(self, stored: Stored, start: int, out: Tensor) -> None:
+        """Note that elements [start, start + n) of a stored tensor are to be put into `out` (n,), or (on "meta") will be asked for."""
+        for at, first, place in stored.parts(start, out):
+            if place.numel():
+                self.wanted.setdefault(at.path, []).append(_wanted(at, first, place))
+
+    @torch.no_grad()
+    def read(self, most: int) -> Kept:
+        """Read and verify all that was noted. most: bytes that may be taken, beside the ring's, to keep what will be asked for.
+
+        Raises CheckpointCorrupt, or CheckpointError where a file cannot be read; destinations are of no use then.
+        """
+        kept, wanted = Kept(self), {path: sorted(noted, key=lambda each: each.begin) for path, noted in self.wanted.items()}
+        windows = {path: list(_windows(noted, self.entries[path].nbytes)) for path, noted in wanted.items()}
+        new = [window for path, found in windows.items() for window in found if (path, window.begin, window.end) not in self._ahead]
+        self.room.plan([window.end - window.begin for window in new if window.lasts], all(window.lasts for window in new), most)
+        try:
+            for path, noted in wanted.items():
+                remaining, delivered = deque(noted), 0
+                for landing in self._verified(path, windows[path]):
+                    delivered += _deliver(landing.begin, landing.memory, remaining)
+                    kept.note(path, landing)
+                nbytes = sum(each.end - each.begin for each in noted)
+                assert delivered == nbytes, f"{path}: {delivered} of {nbytes} bytes"
+        except OffloadIOError as error:
+            raise CheckpointError(f"{error}. Nothing was changed.") from None
+        self.wanted = {}
+        return kept
+
+    def begin(self, path: Path, begin: int, memory: Tensor, kept: bool) -> _Landing:
+        """Start to read a window. Raises OffloadIOError."""
+        if path not in self._files:
+            self._files[path] = open_file(path, self.entries[path].nbytes)
+        self._started = self._started or time.monotonic()
+        landing = _Landing(begin, memory, self._engine.read(self._files[path], begin, memory), kept)
+        if len(self._first) < SLOTS:
+            self._first.append(landing)
+        return landing
+
+    def check(self, path: Path, landing: _Landing) -> None:
+        """Return when a window has been read and its checksums are right. Raises OffloadIOError, CheckpointCorrupt."""
+        landing.handle.wait()
+        entry, begin, memory = self.entries[path], landing.begin, bytes_of(landing.memory)
+        for at in range(0, len(memory), DIGEST_NBYTES):
+            expected = entry.digests[(begin + at) // DIGEST_NBYTES]
+            actual = xxhash.xxh3_64_hexdigest(memory[at : at + DIGEST_NBYTES])
+            if actual != expected:
+                raise CheckpointCorrupt(str(path), begin + at, f"checksum {expected}", f"checksum {actual}")
+
+    def _verified(self, path: Path, windows: list[_Window]) -> Iterator[_Landing]:
+        """The windows of a file, in order, when their checksums have been compared.
+
+        Memory that is not kept is as it was read until as many windows more as there are slots have been asked for.
+        """
+        for window in windows:
+            if len(self._under_way) == SLOTS:
+                yield self._land(path)
+            landing = self._ahead.pop((path, window.begin, window.end), None)
+            if landing is None:
+                nbytes = window.end - window.begin
+                memory = self.room.lasting(nbytes, self._pace) if window.lasts else None
+                kept = memory is not None
+                landing = self.begin(path, window.begin, memory if memory is not None else self.room.passing(nbytes), kept)
+            self._under_way.append(landing)
+        while self._under_way:
+            yield self._land(path)
+
+    def _land(self, path: Path) -> _Landing:
+        landing = self._under_way.popleft()
+        self.check(path, landing)
+        return landing
+
+    def _pace(self) -> float | None:
+        """Seconds that it takes to read a byte; None: nothing has been read."""
+        if not self._first:
+            return None
+        with suppress(OffloadIOError):  # whoever needs it will be told
+            self._first[0].handle.wait()
+        done = [landing for landing in self._first if landing.handle.done()]
+        return (max(landing.handle.ended for landing in done) - self._started) / sum(landing.memory.numel() for landing in done)
+
+
+def _wanted(stored: StoredTensor, start: int, out: Tensor) -> _Wanted:
+    begin = stored.offset + start * stored.dtype.itemsize
+    return _Wanted(begin, begin + out.numel() * stored.dtype.itemsize, stored.dtype, out)
+
+
+def _windows(wanted: list[_Wanted], file_nbytes: int) -> Iterator[_Window]:
+    """The blocks that hold what is wanted (in order), as windows of adjacent ones."""
+    asked = deque(each for each in wanted if each.out.is_meta)
+    for begin, end in _spans(wanted, file_nbytes):
+        while asked and asked[0].end <= begin:
+            asked.popleft()
+        yield _Window(begin, end, bool(asked) and asked[0].begin < end)
+
+
+def _spans(wanted: list[_Wanted], file_nbytes: int) -> Iterator[tuple[int, int]]:
+    begin = end = 0
+    for each in wanted:
+        first = each.begin // DIGEST_NBYTES * DIGEST_NBYTES
+        last = min(-(-each.end // DIGEST_NBYTES) * DIGEST_NBYTES, file_nbytes)
+        if first > end:
+            yield from _cut(begin, end)
+            begin = first
+        end = max(end, last)
+        while end - begin > 2 * WINDOW_NBYTES:
+            yield begin, begin + WINDOW_NBYTES
+            begin += WINDOW_NBYTES
+    yield from _cut(begin, end)
+
+
+def _cut(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    for at in range(begin, end, WINDOW_NBYTES):
+        yield at, min(at + WINDOW_NBYTES, end)
+
+
+def _deliver(begin: int, memory: Tensor, wanted: deque[_Wanted]) -> int:
+    """Hand out what is wanted of a window; how many bytes. wanted: in order; what ends before this window is taken away."""
+    end, delivered = begin + memory.numel(), 0
+    while wanted and wanted[0].end <= begin:
+        wanted.popleft()
+    for each in wanted:
+        if each.begin >= end:
+            break
+        first, last = max(each.begin, begin), min(each.end, end)
+        if first < last:
+            size = each.dtype.itemsize
+            delivered += last - first
+            if not each.out.is_meta:
+                values = memory[first - begin : last - begin].view(each.dtype)
+                each.out[(first - each.begin) // size : (last - each.begin) // size].copy_(values)
+    return delivered
+
+
+class Kept:
+    """What `Bulk.read` has read and verified. `read` takes from it what was noted there.
+
+    A window for which there was no memory is read again, and verified again. What was not noted is read from the file: small
+    things that were verified by themselves (`opening.check_digests`).
+    """
+
+    def __init__(self, bulk: Bulk) -> None:
+        self.bulk = bulk
+        self.windows: dict[Path, list[tuple[int, int, Tensor | None]]] = {}  # (first byte, how many, where they are), in order
+        self._again: OrderedDict[tuple[Path, int], tuple[_Landing, Tensor]] = OrderedDict()  # with its slot; last used, last
+        self._checked: set[tuple[Path, int]] = set()
+
+    def note(self, path: Path, landing: _Landing) -> None:
+        """The next window of a file."""
+        memory = landing.memory
+        self.windows.setdefault(path, []).append((landing.begin, memory.numel(), memory if landing.kept else None))
+
+    @torch.no_grad()
+    def read(self, stored: Stored, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of a stored tensor. Raises OSError, OffloadIOError, CheckpointCorrupt."""
+        for at, first, place in stored.parts(start, out):
+            if place.numel():
+                self._fill(at, first, place)
+
+    def _fill(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+        wanted = deque([_wanted(stored, start, out)])
+        begin, end = wanted[0].begin, wanted[0].end
+        windows, delivered = self.windows.get(stored.path, []), 0
+        for number in range(max(bisect_right(windows, begin, key=lambda window: window[0]) - 1, 0), len(windows)):
+            at, nbytes, memory = windows[number]
+            if at >= end:
+                break
+            if at + nbytes > begin:
+                delivered += _deliver(at, self._once_more(stored.path, number) if memory is None else memory, wanted)
+        if delivered != end - begin:
+            stored.fill(start, out)
+
+    def _once_more(self, path: Path, number: int) -> Tensor:
+        """A window that was not kept; the next are under way then."""
+        windows, key = self.windows[path], (path, number)
+        if key in self._again:
+            self._again.move_to_end(key)
+        for other in range(number, min(number + _AGAIN, len(windows))):
+            begin, nbytes, memory = windows[other]
+            if memory is None and (path, other) not in self._again:
+                slot = self._slot()
+                self._again[path, other] = self.bulk.begin(path, begin, slot[:nbytes], kept=False), slot
+        landing, _ = self._again[key]
+        if key not in self._checked:
+            self.bulk.check(path, landing)
+            self._checked.add(key)
+        return landing.memory
+
+    def _slot(self) -> Tensor:
+        """Of a window; that of the one which nobody has used for the longest time."""
+        if len(self._again) < SLOTS:
+            return self.bulk.room.passing(WINDOW_NBYTES)
+        key, (landing, slot) = self._again.popitem(last=False)
+        self._checked.discard(key)
+        with suppress(OffloadIOError):  # nobody asked for it
+            landing.handle.wait()
+        return slot

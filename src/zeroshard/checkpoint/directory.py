@@ -1,0 +1,452 @@
+"""The folder of a run's checkpoints: complete ones are visible, everything else is not.
+
+    runs/7/                         a root
+      step-00000100/                complete: manifest.json, .metadata, rank-00000.distcp, ...
+      step-00000200/
+      latest                        the name of the one saved last; while the next one gets its name, a second line has that of
+                                    the one before. If it is missing or wrong, the newest counts
+      .step-00000300.1f2e3d.draft/  a *draft*: being written (its lock is held), or left by a run that ended
+
+A draft becomes a checkpoint by one rename. Replacing one of the same name first moves that to `.NAME.TOKEN.old`, which
+counts as NAME until the new one is in place. Drafts whose lock nobody holds are removed by the next save. *Newest* is what
+has the highest step, and of several the latest time, as their manifests say: clocks and copies change times of files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from errno import EACCES, EAGAIN, EEXIST, ENOTEMPTY
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, CheckpointIncomplete, CheckpointNotFound, ConfigError
+from ..utils.host import host_identity
+
+MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
+_EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # as they were called before; only what has a lock is one
+_BOTH = "latest-two"  # in a draft: `latest` until the draft has its name
+_DATA = "rank-*.distcp"  # data files of a save; those of others that write this format have other names
+_PUT_BACK = f"Put the {MANIFEST} back from a copy, or move the folder away"
+_HEAD_NBYTES = 1 << 16  # of a manifest: what stands before its lists
+_UNLOCKED_S = 24 * 3600.0  # where there are no locks, what nobody has touched for so long is left over
+_said: set[int] = set()  # filesystems (st_dev) that were said to have no locks
+
+
+def step_name(step: int) -> str:
+    """'step-00000100'."""
+    return f"step-{step:08d}"
+
+
+def _by_step(name: str) -> bool:
+    return bool(re.fullmatch(r"step-\d{8,}", name))
+
+
+def valid_name(name: str) -> bool:
+    """Whether a name can be that of a checkpoint."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
+
+
+def absolute(path: str | os.PathLike) -> str:
+    """As it is meant now, whatever the working directory is later. `..` is not cut: behind a link it is the system's to follow."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path: expected that of a folder, got {path!r:.80}; the order is path, model, optimizer.")
+    return str(Path(path).absolute())
+
+
+def remove(path: Path) -> None:
+    """A folder with what is in it; of a link to one, the link. What can not be removed stays."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def check_free(root: Path, name: str, overwrite: bool) -> None:
+    """Raise CheckpointError where a checkpoint of this name has no place: it exists, or something else does."""
+    target = root / name
+    if not os.path.lexists(target):
+        return
+    if not (target / MANIFEST).is_file():
+        raise CheckpointError(f"{target} exists and is no checkpoint, so nothing replaces it; save with another step or name.")
+    if not overwrite:
+        raise _taken(target)
+
+
+def _taken(target: Path) -> CheckpointError:
+    return CheckpointError(f"{target} exists; save with overwrite=True, another step or name.")
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, have reached the disk for good."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: Path, content: bytes, *, named: bool = True) -> None:
+    """Make a file that is there with all its content or not at all, for good (not named: once its folder is synced)."""
+    scratch = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    if named:
+        sync(path.parent)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it that are missing, for good. Raises OSError, or CheckpointError at a link to nowhere."""
+    missing = []
+    while not path.exists():
+        if path.is_symlink():
+            where = os.readlink(path)
+            raise CheckpointError(f"{path} is a link to {where}, where nothing is: make that folder, or remove the link.")
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # it may be written to, but not opened
+            sync(folder.parent)
+
+
+def _draft_path(root: Path, name: str, token: str) -> Path:
+    return root / f".{name}.{token}.draft"
+
+
+class Draft:
+    """A checkpoint that is being written; its owner holds its lock as long as it lives."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        """Makes the folder. Raises OSError, CheckpointError."""
+        self.root, self.name, self.token = root, name, secrets.token_hex(3)
+        self.path = _draft_path(root, name, self.token)
+        self._lock: int | None = None
+        make_folders(root)
+        self.path.mkdir()
+        try:
+            (self.path / LOCK).touch(0o600)
+            self._lock = hold(self.path / LOCK)
+            (self.path / LOCK).write_text(json.dumps(_this_process()))  # for where there are no locks
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        if self._lock is None and (device := root.stat().st_dev) not in _said:
+            _said.add(device)
+            print(
+                f"zeroshard: {root}: this filesystem has no file locks (flock); what a killed save leaves there is removed by a "
+                "later one on the same host, or after a day",
+                file=sys.stderr,
+            )
+
+    def publish(self, overwrite: bool = False) -> Path:
+        """Give the complete checkpoint its name, for good, and point `latest` to it. With nothing changed it raises OSError,
+        or CheckpointError: another save may have taken the name meanwhile.
+
+        The pointer comes first, with the one before on a second line: as long as there is no checkpoint of the new name that
+        counts, and one rename makes both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
+        """
+        check_free(self.root, self.name, overwrite)
+        target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
+        pointer, replaces = self.root / LATEST, target.exists()
+        before, counts = _bytes_of(pointer), _pointed(self.root, complete(self.root))
+        write_whole(self.path / LATEST, f"{self.name}\n".encode(), named=False)
+        try:
+            if not replaces:
+                both = "".join(f"{name}\n" for name in (self.name, counts) if name)
+                write_whole(self.path / _BOTH, both.encode(), named=False)
+            sync(self.path)  # the names of all that is in it
+            if replaces:
+                os.rename(target, old)
+            else:
+                os.replace(self.path / _BOTH, pointer)
+            os.rename(self.path, target)
+            os.replace(target / LATEST, pointer)
+            sync(self.root)
+        except OSError as error:
+            if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # a save elsewhere, to which `latest` points rightly
+                raise _taken(target) from error
+            self._take_back(target, old, before)
+            raise
+        remove(old)
+        (target / LOCK).unlink(missing_ok=True)  # only now: a draft without it would be taken for abandoned
+        self._unlock()
+        return target
+
+    def _take_back(self, target: Path, old: Path, pointed: bytes | None) -> None:
+        """A save that fails leaves the folder as it found it: a checkpoint that was disowned would be in the way."""
+        with suppress(OSError):
+            if target.exists() and not self.path.exists():
+                os.rename(target, self.path)
+            if old.exists() and not target.exists():
+                os.rename(old, target)
+            if pointed is None:
+                (self.root / LATEST).unlink(missing_ok=True)
+            elif _bytes_of(self.root / LATEST) != pointed:
+                write_whole(self.root / LATEST, pointed)
+
+    def discard(self) -> None:
+        """Remove what was written; the inverse of making it. Does nothing to what is published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+
+def _this_process() -> dict[str, Any]:
+    """What tells whether it is still there: where it runs, its number, and when it was started (numbers come again)."""
+    return {"place": _place(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _place() -> list[str]:
+    """Where process numbers mean the same: the host since it was booted, and the container."""
+    place = list(host_identity())
+    with suppress(OSError):
+        place.append(os.readlink("/proc/self/ns/pid"))
+    return place
+
+
+def _started(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def sweep(root: Path) -> int:
+    """Remove drafts of saves that ended before their time, and old checkpoints that were replaced; how many."""
+    count = 0
+    for path in sorted(root.glob(".*")):
+        ours = _DRAFT.fullmatch(path.name) or (_EARLIER_DRAFT.fullmatch(path.name) and (path / LOCK).is_file())
+        if ours and (path.is_symlink() or (path.is_dir() and abandoned(path))):
+            remove(path)
+            count += 1
+    for path in sorted(root.glob(".*.old")):
+        found = _OLD.fullmatch(path.name)
+        if found and (root / found["name"] / MANIFEST).exists():
+            remove(path)
+            count += 1
+        elif found and not (root / found["name"]).exists():  # a run ended between two renames: it counts again
+            os.rename(path, root / found["name"])
+    return count
+
+
+def hold(path: Path) -> int | None:
+    """Lock a file until the descriptor is closed, or this process is gone. None where the filesystem has no locks."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks exclusively what can be written
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def held(path: Path) -> bool | None:
+    """Whether somebody holds the lock on a file; None where that can not be told (no locks, not permitted)."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return True if error.errno in (EAGAIN, EACCES) else None
+    finally:
+        os.close(fd)
+    return False
+
+
+def abandoned(draft: Path) -> bool:
+    """Whether the process that made a draft is gone."""
+    locked = held(draft / LOCK)
+    if locked is not None:
+        return not locked
+    try:
+        maker = json.loads((draft / LOCK).read_text())
+        if maker["place"] == _place():
+            return _started(maker["pid"]) != maker["started"]
+        touched = max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
+    except (OSError, ValueError, KeyError, TypeError):  # being made, or being removed, or of somebody else
+        return False
+    return time.time() - touched > _UNLOCKED_S
+
+
+def complete(root: Path) -> dict[str, Path]:
+    """Complete checkpoints by name, the newest last: by step and then time, as their manifests say."""
+    found: dict[str, Path] = {}
+    for path in root.iterdir() if root.is_dir() else ():
+        old = _OLD.fullmatch(path.name)
+        name = old["name"] if old else path.name
+        if (old or valid_name(name)) and (path / MANIFEST).is_file() and not (old and name in found):
+            found[name] = path
+    ages = {name: age for name, path in found.items() if (age := _age(name, path)) is not None}
+    return {name: found[name] for name in sorted(ages, key=ages.__getitem__)}
+
+
+def _age(name: str, path: Path) -> tuple[int, str, int, str] | None:
+    """What checkpoints are sorted by. None if it has just been removed."""
+    head, written = b"", 0
+    try:
+        written = (path / MANIFEST).stat().st_mtime_ns  # the manifest tells whole seconds
+        with open(path / MANIFEST, "rb") as file:
+            head = file.read(_HEAD_NBYTES)
+    except FileNotFoundError:
+        return None
+    except OSError:  # not to be read: the name may tell
+        pass
+    step, when = re.search(rb'"step":(\d+)', head), re.search(rb'"time":"([^"]*)"', head)
+    named = re.fullmatch(r"step-(\d+)", name)
+    number = int(step[1]) if step else int(named[1]) if named else -1
+    return number, when[1].decode(errors="replace") if when else "", written, name
+
+
+def find(where: Path, name: str | None = None) -> Path:
+    """The checkpoint that is meant: `where` itself, `name` in it, or the newest complete one in it.
+
+    Raises CheckpointNotFound, saying what there is; CheckpointIncomplete where what is meant, or all that there is,
+    lacks its manifest.
+    """
+    if name is None and (where / MANIFEST).is_file():
+        return where
+    present = complete(where)
+    if name is not None:
+        if name in present:
+            return present[name]
+        if valid_name(name) and _lacks_manifest(where / name):
+            raise _incomplete_error(where / name, f"complete are: {', '.join(present) or 'none'}")
+        raise CheckpointNotFound(f"{where}: no complete checkpoint {name!r}; there are: {', '.join(present) or 'none'}.")
+    if present:
+        return present[_pointed(where, present) or next(reversed(present))]
+    lacking = [where] if _lacks_manifest(where) else _incomplete(where)
+    if lacking:
+        before = ", ".join(path.name for path in lacking[:-1])
+        raise _incomplete_error(lacking[-1], f"so do: {before}" if before else "")
+    drafts = sum(bool(_DRAFT.fullmatch(path.name)) for path in where.iterdir()) if where.is_dir() else 0
+    absent = "a file" if where.exists() else "no such folder"
+    state = f"only {drafts} unfinished ones" if drafts else "none" if where.is_dir() else absent
+    raise CheckpointNotFound(f"{where}: expected a folder with a complete checkpoint, found {state}.")
+
+
+def passed_over(root: Path, found: Path) -> str:
+    """What to say where `found` is taken in place of the one saved last, with the steps that are lost; else "".
+
+    A second line in `latest` tells of a save that ended before its last rename: nobody was told that it succeeded.
+    """
+    names = [name for name in _names_in_latest(root) if valid_name(name)]
+    if len(names) > 1 and not (root / names[0]).exists():
+        del names[0]
+    at = _step_at(found)
+    beyond = [] if names else [path.name for path in _incomplete(root) if (_step_of(path.name) or -1) > at]
+    name = next(iter(names), None) or next(reversed(beyond), None)
+    if name is None or name in complete(root):
+        return ""
+    there, step = (root / name).exists(), _step_of(name)
+    which = f"latest names {name}, which" if names else name
+    why = f"has no {MANIFEST} and so is not complete" if there else "is not there"
+    lost = ", and the steps since are lost" if step is None else ""
+    if step is not None and step > at:
+        lost = f", and {step - at:,} steps are lost"
+    remedy = f" {_PUT_BACK}: no save takes its name." if there else ""
+    return f"{root}: {which} {why}: {found.name} is taken in its place{lost}.{remedy}"
+
+
+def _incomplete_error(path: Path, others: str) -> CheckpointIncomplete:
+    what = f"{path} lacks its {MANIFEST}, which says what lies where, so it is no complete checkpoint"
+    return CheckpointIncomplete(f"{what}{f' ({others})' if others else ''}. {_PUT_BACK}.")
+
+
+def _lacks_manifest(path: Path) -> bool:
+    """Whether a folder has what a save writes but for the manifest, which tells what is right."""
+    return path.is_dir() and not (path / MANIFEST).is_file() and any(path.glob(_DATA))
+
+
+def _incomplete(root: Path) -> list[Path]:
+    """Checkpoints in a root without a manifest, those of the highest step last."""
+    there = root.iterdir() if root.is_dir() else ()
+    found = [path for path in there if valid_name(path.name) and _lacks_manifest(path)]
+    return sorted(found, key=lambda path: (_step_of(path.name) or -1, path.name))
+
+
+def _step_of(name: str) -> int | None:
+    """The step that a name tells; None: it tells none."""
+    return int(name.removeprefix("step-")) if _by_step(name) else None
+
+
+def _step_at(found: Path) -> int:
+    """The step of a complete checkpoint."""
+    age = _age(found.name, found)
+    return age[0] if age is not None else -1
+
+
+def _bytes_of(path: Path) -> bytes | None:
+    """Of a file; None where there is none."""
+    return path.read_bytes() if path.is_file() else None
+
+
+def _names_in_latest(root: Path) -> list[str]:
+    """The one saved last, and while that gets its name the one before; [] where nothing can be read there."""
+    try:
+        return (root / LATEST).read_bytes().decode(errors="replace").split()
+    except OSError:
+        return []
+
+
+def _pointed(root: Path, present: Mapping[str, Path]) -> str:
+    """The first name in `latest` that a complete checkpoint has; "" where none has."""
+    return next((name for name in _names_in_latest(root) if name in present), "")
+
+
+def previous(path: Path) -> Path | None:
+    """The complete checkpoint before this one, to fall back to."""
+    present = list(complete(path.parent).values())
+    earlier = present[: present.index(path)] if path in present else []
+    return earlier[-1] if earlier else None
+
+
+def prune(root: Path, saved: str, keep_last: int | None, keep: Callable[[Path], bool]) -> list[str]:
+    """Remove complete checkpoints but `saved`, `keep_last - 1` others, and those that `keep`; the names removed.
+
+    Only those that are named as `saved` is count, by their step or otherwise: saves of every so many steps do not remove "best".
+    Those others are the newest up to the step of `saved`, to which a run can fall back, and then the newest beyond it, which it
+    left behind when it went back to an earlier one.
+    """
+    if keep_last is None:
+        return []
+    removed = []
+    present = complete(root)
+    steps = {name: age[0] for name, path in present.items() if (age := _age(name, path)) is not None}
+    alike = (name for name in steps if name != saved and _by_step(name) == _by_step(saved))
+    others = [(name, present[name]) for name in alike]
+    others.sort(key=lambda other: steps[other[0]] <= steps.get(saved, -1))  # and still by age
+    for name, path in others[: max(len(others) + 1 - keep_last, 0)]:
+        if not keep(path):
+            scratch = _draft_path(root, name, secrets.token_hex(3))  # invisible at once; if this is killed the next save goes on
+            os.rename(path, scratch)
+            remove(scratch)
+            removed.append(name)
+    return removed

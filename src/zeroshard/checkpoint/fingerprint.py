@@ -1,0 +1,66 @@
+"""The identity of parameters that a checkpoint leaves out: a checksum that does not depend on how they are sharded.
+
+The sum over all elements of a mix of (bits, position), modulo 2^64: ranks add up theirs, in any partition. `exact` is of the
+values as they rest; `rounded` and `half` of the values rounded to bfloat16 and float16, so that a base held in another
+precision is known again. (Rounding twice is not rounding once: float32 values in float16 and in bfloat16 do not know each other.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..offload.storage import Rest
+
+_CHUNK_NUMEL = 1 << 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POSITION, _SPREAD, _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB  # odd, below 2^63
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Of one parameter, or (`+`) of the parts of it."""
+
+    dtype: str
+    shape: list[int]
+    exact: str  # 16 hexadecimal digits
+    rounded: str
+    half: str = ""
+
+    def __add__(self, other: Identity) -> Identity:
+        """Of two parts."""
+        add = lambda a, b: f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"  # noqa: E731
+        return Identity(self.dtype, self.shape, add(self.exact, other.exact), add(self.rounded, other.rounded), add(self.half, other.half))
+
+    def same(self, other: Identity) -> bool:
+        """Whether both are of the same values, as far as their precision tells."""
+        if list(self.shape) != list(other.shape):
+            return False
+        if self.dtype == other.dtype:
+            return self.exact == other.exact
+        as_half = "torch.float16" in (self.dtype, other.dtype) and "torch.bfloat16" not in (self.dtype, other.dtype)
+        return self.half == other.half if as_half else self.rounded == other.rounded
+
+
+@torch.no_grad()
+def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...]) -> Identity:
+    """Of elements [start, stop) of a parameter, which are those from `begin` on of `source`."""
+    exact = rounded = half = 0
+    for first in range(start, stop, _CHUNK_NUMEL):
+        last = min(first + _CHUNK_NUMEL, stop)
+        values = source.host(begin + first - start, begin + last - start)
+        exact += _sum(values, first)
+        rounded += _sum(values.to(torch.bfloat16), first)
+        half += _sum(values.to(torch.float16), first)
+    return Identity(str(source.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
+
+
+def _sum(values: Tensor, first: int) -> int:
+    bits = values.contiguous().view(_BITS[values.itemsize]).long()
+    mixed = (bits + 1) * _POSITION + torch.arange(first, first + len(bits), device="cpu").mul_(_SPREAD)  # wraps around
+    mixed ^= mixed >> 29
+    mixed *= _MIX
+    mixed ^= mixed >> 32
+    return int(mixed.sum()) % 2**64

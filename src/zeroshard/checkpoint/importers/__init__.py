@@ -1,0 +1,65 @@
+"""Checkpoints of other libraries: told apart by what lies there, opened without reading tensors.
+
+    *.safetensors, their index, folders         Hugging Face
+    *.pt, *.bin, ...; pytorch_model*.bin        torch.save
+    latest, *_model_states.pt                   DeepSpeed
+    .metadata                                   torch.distributed.checkpoint (FSDP2)
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ...errors import CheckpointError, CheckpointNotFound
+from ..source import Opened
+from .dcp_folder import open_distributed
+from .deepspeed import open_deepspeed, tag_folder
+from .safetensors import index_folder
+from .torch_state_dict import WHOLE, bin_index, open_state_dict
+
+RECOGNISED = (
+    "safetensors files, files of torch.save, folders of pytorch_model.bin, DeepSpeed and torch.distributed.checkpoint"
+)
+
+
+def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
+    """What opens it (path, trusted), or None where it is nothing that is known."""
+    if path.is_file():
+        if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+            return _open_safetensors
+        if path.name.endswith(".bin.index.json"):
+            return _open_torch
+        return _open_torch if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin", ".ckpt") else None
+    if not path.is_dir():
+        return None
+    if tag_folder(path) is not None:
+        return lambda where, trusted: open_deepspeed(where)
+    if (path / ".metadata").is_file():
+        return open_distributed
+    if any(path.glob("*.safetensors")):
+        return _open_safetensors
+    if bin_index(path) is not None or (path / WHOLE).is_file():
+        return _open_torch
+    return _open_safetensors if any(path.glob("*.safetensors.index.json")) else None  # its files are missing
+
+
+def _open_safetensors(path: Path, trusted: bool) -> Opened:
+    return Opened(path, "safetensors", dict(index_folder(path)))
+
+
+def _open_torch(path: Path, trusted: bool) -> Opened:
+    return open_state_dict(path)
+
+
+def open_foreign(path: Path, trusted: bool = False) -> Opened:
+    """Open what `recognise` knows. Raises CheckpointError where it is not as its format demands."""
+    opener = recognise(path)
+    if opener is None:
+        raise CheckpointNotFound(f"{path}: expected a checkpoint of zs.save, or {RECOGNISED}.")
+    try:
+        return opener(path, trusted)
+    except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not as its format demands: {error!r}") from error

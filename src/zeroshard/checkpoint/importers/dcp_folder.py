@@ -1,0 +1,151 @@
+"""Folders of torch.distributed.checkpoint, as FSDP2 and others write them: `.metadata` and *.distcp.
+
+    {"model": ..., "optim": ...} of torch.distributed.checkpoint.state_dict.get_state_dict   states by parameter name
+    {"model": model.state_dict(), "optim": optimizer.state_dict()}                             states by number
+    model.state_dict()                                                                       the model alone
+
+and any of them one level deeper, as in {"app": {"model": ...}}. `.metadata` is a pickle: only torch's own descriptions are
+unpickled.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointCorrupt, CheckpointError, CheckpointIncomplete
+from ...io.tensor_reader import StoredBoxes
+from ...tensor.chunks import Box
+from ..safetensors import is_extra_state
+from ..source import Opened, Untrusted
+from .torch_file import TensorBlob
+from .torch_state_dict import MODEL_KEYS, OPTIMIZER_KEYS
+
+_DCP = "torch.distributed.checkpoint"
+_ALLOWED = {
+    *((f"{_DCP}.metadata", name) for name in (
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    *((f"{_DCP}.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
+    *(("torch.distributed._shard.sharded_tensor.metadata", name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "PurePath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    ("torch.serialization", "_get_layout"), ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Descriptions of torch.distributed.checkpoint and nothing else."""
+        if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise CheckpointError(f".metadata names {module}.{name}, which no description of a checkpoint needs: it was not read.")
+
+
+def open_distributed(path: Path, trusted: bool = False) -> Opened:
+    """Raises CheckpointError, CheckpointCorrupt (a file is missing). trusted: unpickle whatever the options of groups are."""
+    try:
+        metadata = _Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ValueError) as error:
+        raise CheckpointCorrupt(str(path / ".metadata"), 0, "a description of a checkpoint", repr(error)) from None
+    described = metadata.state_dict_metadata
+    if "zeroshard.state" in described:
+        raise CheckpointIncomplete(f"{path}: a checkpoint of zs.save without its manifest.json: it is not complete.")
+    places: dict[str, list[Any]] = {}
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{path}: {index.fqn} is stored compressed or transformed; save it without extensions.")
+        places.setdefault(index.fqn, []).append((index, info))
+    opened = Opened(path, "DCP", {})
+    groups: dict[int, dict[str, Any]] = {}
+    for name, entry in described.items():
+        keys = (metadata.planner_data or {}).get(name) or _split(name, described)
+        section, rest = _section(keys)
+        stored = _tensor(path, entry, places[name]) if hasattr(entry, "chunks") else None
+        if section == "model" and stored is not None:
+            opened.model[".".join(map(str, rest))] = stored
+        elif section == "model" and is_extra_state(str(rest[-1])):
+            opened.module_readers[".".join(map(str, rest))] = partial(_object, path, places[name][0][1], trusted)
+        elif section == "optim" and rest and rest[0] == "state":
+            parameter, key = ".".join(map(str, rest[1:-1])), rest[-1]
+            value = stored if stored is not None else _object(path, places[name][0][1], trusted)
+            opened.states.setdefault(parameter, {})[key] = value
+        elif section == "optim" and rest and rest[0] == "param_groups":
+            _add_option(groups, rest[1:], stored if stored is not None else _object(path, places[name][0][1], trusted))
+    if not opened.model:
+        raise CheckpointError(f"{path}: holds no tensors of a model; its first entries: {', '.join(list(described)[:5])}.")
+    opened.groups = [groups[number] for number in sorted(groups)] or None
+    members = [member for group in opened.groups or () for member in group.get("params", ())]
+    if all(isinstance(member, int) for member in members):
+        opened.states = {int(key) if key.isdecimal() else key: state for key, state in opened.states.items()}
+    return opened
+
+
+def _split(name: str, described: Any) -> tuple[str, ...]:
+    """The path of a name where the checkpoint has no record of it."""
+    head, _, rest = name.partition(".")
+    with_states = any(other.startswith(f"{key}.state.") for other in described for key in OPTIMIZER_KEYS)
+    if not with_states or head not in (*MODEL_KEYS, *OPTIMIZER_KEYS):
+        return (name,)
+    if head in OPTIMIZER_KEYS and rest.startswith("state."):
+        parameter, _, key = rest.removeprefix("state.").rpartition(".")
+        return (head, "state", parameter, key)
+    return (head, rest)
+
+
+def _section(keys: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """('model' or 'optim' or '', what follows). A name alone is the model's."""
+    for depth, key in enumerate(keys[:-1][:2]):
+        if key in MODEL_KEYS:
+            return "model", keys[depth + 1 :]
+        if key in OPTIMIZER_KEYS:
+            return "optim", keys[depth + 1 :]
+    return ("model", keys) if len(keys) == 1 else ("", keys)
+
+
+def _tensor(path: Path, entry: Any, chunks: list[Any]) -> StoredBoxes:
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+    sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+    boxes = []
+    for index, info in chunks:
+        offsets = tuple(index.offset) if index.offset is not None else tuple(0 for _ in shape)
+        file = path / info.relative_path
+        if not file.is_file() or file.stat().st_size < info.offset + info.length:
+            found = f"{file.stat().st_size:,} bytes" if file.is_file() else "no file"
+            raise CheckpointCorrupt(str(file), 0, f"at least {info.offset + info.length:,} bytes", found)
+        box = Box(offsets, sizes.get(offsets, shape))
+        boxes.append((box, TensorBlob(file, info.offset, info.length, dtype, box.sizes)))
+    return StoredBoxes.of(dtype, shape, boxes)
+
+
+def _object(path: Path, info: Any, trusted: bool) -> Any:
+    with open(path / info.relative_path, "rb") as file:
+        file.seek(info.offset)
+        content = io.BytesIO(file.read(info.length))
+    try:
+        return torch.load(content, map_location="cpu", weights_only=not trusted)
+    except pickle.UnpicklingError as error:
+        raise Untrusted(
+            f"{path}: an option of the optimizer, or a module's extra state, is of a class that is not loaded without your word: "
+            f"pass trusted=True if you trust whoever wrote this checkpoint ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _add_option(groups: dict[int, dict[str, Any]], keys: tuple[Any, ...], value: Any) -> None:
+    """A whole list of groups, or (number, option[, number in a list])."""
+    if isinstance(value, StoredBoxes):
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        value.read(0, tensor.view(-1))
+        value = tensor
+    if not keys:
+        groups.update(enumerate(value))
+    elif len(keys) == 2:
+        groups.setdefault(int(keys[0]), {})[keys[1]] = value
+    elif len(keys) == 3:
+        groups.setdefault(int(keys[0]), {}).setdefault(keys[1], []).append(value)

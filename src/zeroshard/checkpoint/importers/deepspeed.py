@@ -1,0 +1,193 @@
+"""Checkpoints of DeepSpeed, ZeRO stages 0 to 3, any number of data-parallel ranks.
+
+    latest                                         the name of the newest: global_step100
+    global_step100/
+      mp_rank_00_model_states.pt                   the model as it computes (stages 0 to 2), shapes, names of buffers
+      zero_pp_rank_R_mp_rank_00_model_states.pt    the same at stage 3, frozen parameters cut over the ranks
+      [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    rank R's slices of flat fp32 values and optimizer states
+
+Stages 1 and 2: the parameters of an optimizer group one after another, the whole cut over the ranks. `param_slice_mappings`
+tells which stretches of a rank's slice belong to whom.
+
+    group 0   | embedding . . . . . . | hidden . . . . | out . . |
+    ranks     rank 0                         | rank 1
+
+Stage 3: each parameter is cut over the ranks by itself, ceil(numel / ranks) elements each; a rank's pieces lie one after another.
+
+    rank 0    | embedding . . . | hidden . . | out . |          rank 1    | embedding . . . | hidden . . | out . |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
+from ...io.tensor_reader import StoredBoxes, StoredTensor
+from ..source import Opened
+from .torch_file import is_tensor, open_torch_file, value_of
+from .torch_state_dict import objects_of
+
+_RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+Stretches = dict[str, list[tuple[int, int, int, int, int]]]  # name -> (first, count, rank, flat number, offset in it)
+
+
+def tag_folder(path: Path) -> Path | None:
+    """The folder with the files, where `path` is one of DeepSpeed's or the folder of a run; else None."""
+    if any(path.glob("*mp_rank_*_model_states.pt")):
+        return path
+    try:
+        tagged = path / (path / "latest").read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return tagged if any(tagged.glob("*mp_rank_*_model_states.pt")) else None
+
+
+def open_deepspeed(path: Path) -> Opened:
+    """Raises CheckpointError: of a model that is cut in other ways as well, or with files missing."""
+    folder = tag_folder(path)
+    if folder is None:
+        raise CheckpointNotFound(f"{path}: expected a checkpoint of DeepSpeed.")
+    if any(folder.glob("*mp_rank_01_*")) or any(folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder}: tensor-parallel, pipeline and expert checkpoints of DeepSpeed can not be read; merge them with its own "
+            "tools first."
+        )
+    files = _optimizer_files(folder)
+    optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
+    stage3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
+    if stage3:
+        models = [open_torch_file(folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt") for rank in range(len(files))]
+    else:
+        models = [open_torch_file(folder / "mp_rank_00_model_states.pt")]
+    first = models[0]
+    opened = Opened(path, "DeepSpeed", _unsharded(first, models, stage3), step=int(first.get("global_steps") or 0))
+    opened.module_readers = objects_of(first["module"], folder)
+    opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
+    if optimizers:
+        _check_count(folder, optimizers)
+        _add_flat(opened, first, optimizers, stage3)
+    for alias, name in (first.get("shared_params") or {}).items():
+        if name in opened.model:
+            opened.model[alias] = opened.model[name]
+    return opened
+
+
+def _optimizer_files(folder: Path) -> list[Path]:
+    """By rank."""
+    found = {int(match[1]): file for file in folder.glob("*_optim_states.pt") if (match := _RANK.fullmatch(file.name))}
+    for rank in range(max(found, default=-1) + 1):
+        if rank not in found:
+            raise CheckpointCorrupt(str(folder), 0, f"the optimizer states of rank {rank}", "no file")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _check_count(folder: Path, optimizers: list[Any]) -> None:
+    count = optimizers[0].get("partition_count", len(optimizers))
+    count = max(count) if isinstance(count, (list, tuple)) else count
+    if count != len(optimizers):
+        raise CheckpointCorrupt(str(folder), 0, f"optimizer states of {count} ranks", f"of {len(optimizers)}")
+
+
+def _unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
+    """What is stored by name: all at stages 0 to 2; buffers, and frozen parameters in pieces, at stage 3."""
+    if not stage3:
+        return {name: value for name, value in first["module"].items() if is_tensor(value)}
+    found = {name: first["module"][name] for name in first["buffer_names"] if is_tensor(first["module"].get(name))}
+    for name, shape in (first.get("frozen_param_shapes") or {}).items():
+        pieces = [model["frozen_param_fragments"][name] for model in models]
+        length, numel = math.prod(pieces[0].shape), math.prod(shape)
+        stretches = [
+            (rank * length, 0, min(length, numel - rank * length), piece)
+            for rank, piece in enumerate(pieces) if rank * length < numel
+        ]  # fmt: skip
+        found[name] = StoredBoxes(pieces[0].dtype, tuple(shape), stretches, [s[0] for s in stretches])
+    return found
+
+
+def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -> None:
+    """Trained parameters, their states and groups, from the ranks' flat slices."""
+    key = "fp32_flat_groups" if stage3 else "single_partition_of_fp32_groups"
+    flats = [optimizer[key] for optimizer in optimizers]
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in first["param_shapes"]]
+    stretches = _stretches_of_stage3(shapes, len(flats)) if stage3 else _stretches(shapes, flats, optimizers)
+    by_name = {name: shape for group in shapes for name, shape in group.items()}
+    for name, shape in by_name.items():
+        opened.model[name] = _assemble(opened.path, name, shape, stretches[name], flats)
+    inner = [optimizer.get("optimizer_state_dict" if stage3 else "base_optimizer_state") for optimizer in optimizers]
+    if not all(isinstance(state, Mapping) and "state" in state for state in inner):
+        return  # "elastic" checkpoints, and optimizers that keep their states elsewhere: the values alone
+    opened.groups = []
+    for group in inner[0]["param_groups"]:
+        members = [name for number in group["params"] for name in shapes[number]]
+        options = {option: value_of(value) for option, value in group.items() if option != "params"}
+        step = options.pop("step", None)
+        opened.groups.append({**options, "params": members})
+        for number in group["params"]:
+            for state_key, value in inner[0]["state"].get(number, {}).items():
+                columns = [{number: state["state"][number][state_key]} for state in inner]
+                for name in shapes[number]:
+                    elementwise = is_tensor(value) and value.shape != ()
+                    state = _assemble(opened.path, name, by_name[name], stretches[name], columns) if elementwise else value
+                    opened.states.setdefault(name, {})[state_key] = state
+            for name in shapes[number] if step is not None and number in inner[0]["state"] else ():
+                opened.states.setdefault(name, {}).setdefault("step", step)
+
+
+def _stretches_of_stage3(shapes: list[dict[str, tuple[int, ...]]], world_size: int) -> Stretches:
+    found: Stretches = {}
+    for number, group in enumerate(shapes):
+        offset = 0
+        for name, shape in group.items():
+            numel = math.prod(shape)
+            length = -(-numel // world_size)
+            found[name] = [
+                (rank * length, min(length, numel - rank * length), rank, number, offset)
+                for rank in range(world_size) if rank * length < numel
+            ]  # fmt: skip
+            offset += length
+    return found
+
+
+def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optimizers: list[Any]) -> Stretches:
+    """By the mapping that was saved; in files that have none, parameters follow each other."""
+    found: Stretches = {name: [] for group in shapes for name in group}
+    if all("param_slice_mappings" in optimizer for optimizer in optimizers):
+        done = dict.fromkeys(found, 0)
+        for number in range(len(shapes)):
+            for rank, optimizer in enumerate(optimizers):
+                for name, address in optimizer["param_slice_mappings"][number].items():
+                    found[name].append((done[name], address.numel, rank, number, address.start))
+                    done[name] += address.numel
+        return found
+    for number, group in enumerate(shapes):
+        ends, total = [], 0
+        for flat in flats:
+            total += math.prod(flat[number].shape)
+            ends.append(total)
+        at = 0
+        for name, shape in group.items():
+            first, stop = at, at + math.prod(shape)
+            for rank, end in enumerate(ends):
+                begin = ends[rank - 1] if rank else 0
+                low, high = max(begin, first), min(end, stop)
+                if low < high:
+                    found[name].append((low - first, high - low, rank, number, low - begin))
+            at = stop
+    return found
+
+
+def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any], flats: list[Any]) -> StoredBoxes:
+    """One tensor of all its stretches. flats: rank -> flat number -> flat tensor."""
+    pieces: list[tuple[int, int, int, StoredTensor]] = []
+    for start, count, rank, number, offset in stretches:
+        flat = flats[rank][number]
+        if not isinstance(flat, StoredTensor) or offset + count > flat.shape[0]:
+            raise CheckpointError(f"{path}: {name}: expected {count} elements from {offset} on in rank {rank}'s group {number}.")
+        pieces.append((start, offset, count, flat))
+    if sum(count for _, _, count, _ in pieces) != math.prod(shape):
+        raise CheckpointError(f"{path}: {name}: expected {math.prod(shape)} elements, found {sum(p[2] for p in pieces)}.")
+    return StoredBoxes(pieces[0][3].dtype, shape, pieces, [piece[0] for piece in pieces])

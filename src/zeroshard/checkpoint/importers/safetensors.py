@@ -1,0 +1,104 @@
+"""Safetensors files and their indices, as Hugging Face writes them: which file counts for which name.
+
+    model.safetensors                                       one file, or
+    model-00001-of-00002.safetensors, ...                   several, and
+    model.safetensors.index.json                            {weight_map: {name: file}}
+
+The index decides, since files of an earlier save, or variants, may lie beside those that it names. pytorch_model.bin has such an
+index as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointCorrupt, CheckpointError
+from ...io.tensor_reader import StoredTensor
+from ..safetensors import SAFETENSORS_DTYPES
+
+
+def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
+    """Every tensor of a safetensors file, of an index's files, or of a folder, by each of its names.
+
+    A folder's index says which files count and which of them has a name. Without one all safetensors files count.
+    """
+    root = Path(path)
+    index = root if is_index(root) else None if root.is_file() else _index_in(root)
+    wanted = {} if index is None else read_index(index)
+    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+    if index is not None:
+        files = sorted(set(wanted.values()))
+    if not files:
+        raise FileNotFoundError(f"weights={str(path)!r}: expected a .safetensors file or a folder of them.")
+    return merged({file: _tensors_of(file) for file in files}, wanted)
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is one of {weight_map: {name: file}}, as Hugging Face writes it."""
+    return path.name.endswith(".index.json") and path.is_file()
+
+
+def _index_in(folder: Path) -> Path | None:
+    """Raises CheckpointError where it is not clear which files of a folder are meant."""
+    found, whole = sorted(folder.glob("*.safetensors.index.json")), folder / "model.safetensors"
+    if len(found) > 1:
+        found = [index for index in found if index.name == "model.safetensors.index.json"] or found
+    if len(found) > 1:
+        raise CheckpointError(f"{folder}: {found[0].name} and {found[1].name} are two models: name the one that is meant.")
+    if found and whole.is_file() and whole not in read_index(found[0]).values():
+        raise CheckpointError(f"{folder}: {whole.name} and {found[0].name} are two models: name the file that is meant.")
+    return found[0] if found else None
+
+
+def read_index(index: Path) -> dict[str, Path]:
+    """The file of each name. Raises CheckpointCorrupt where one is missing."""
+    wanted = {name: index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    for file in sorted(set(wanted.values())):
+        if not file.is_file():
+            raise CheckpointCorrupt(str(file), 0, f"a file that {index.name} names", "no file")
+    return wanted
+
+
+def merged(parts: dict[Path, dict[str, Any]], wanted: dict[str, Path]) -> dict[str, Any]:
+    """What several files hold as one; of a name that is in several, what the file that an index `wanted` names holds.
+
+    Raises CheckpointError where nothing says which one counts.
+    """
+    found: dict[str, Any] = {}
+    holders: dict[str, Path] = {}
+    for file, part in parts.items():
+        for name, value in part.items():
+            chosen = wanted.get(name)
+            if chosen != file and name in parts.get(chosen, ()):  # type: ignore[arg-type]
+                continue
+            if name in holders:
+                raise CheckpointError(
+                    f"{name} is in two files, {holders[name]} and {file.name}, and no index says which one counts: name the file "
+                    "that is meant, or remove the other."
+                )
+            holders[name], found[name] = file, value
+    return found
+
+
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+    """Of one safetensors file."""
+    with open(file, "rb") as handle:
+        (length,) = struct.unpack("<Q", handle.read(8))
+        header = json.loads(handle.read(length))
+    ends = [8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    if file.stat().st_size < max(ends, default=0):
+        raise OSError(f"{file}: expected {max(ends)} bytes, got {file.stat().st_size}: truncated file")
+    stored: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+        stored[name] = StoredTensor(file, 8 + length + begin, end - begin, SAFETENSORS_DTYPES[entry["dtype"]], shape)
+    for name, first in header.get("__metadata__", {}).items():  # ties: other names of a tensor
+        if first in header and name not in header:
+            stored[name] = stored[first]
+    return stored

@@ -1,0 +1,142 @@
+"""Files of torch.save: where each tensor lies, without reading any of them and without running what the file asks for.
+
+Such a file is a zip archive of a pickle and of one entry without compression for each storage. The pickle is read by torch's
+own restricted unpickler with fake tensors; every class that it names besides is replaced by an inert stand-in, so that files
+of other libraries can be read where those are not installed, and nothing in them can do anything.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...errors import CheckpointError
+from ...io.tensor_reader import Stored, StoredTensor, Stretch
+from ..dcp import Window
+
+_LOCK = threading.Lock()  # torch's list of allowed classes is one for all threads
+
+
+class StandIn:
+    """Takes the place of an object of another library: what it was made of, and its attributes."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> StandIn:
+        """Whatever the class takes."""
+        made = super().__new__(cls)
+        made.__dict__["arguments"] = arguments
+        return made
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, Mapping):
+            self.__dict__.update(state)
+
+
+@dataclass(frozen=True)
+class StridedTensor(Stored):
+    """A tensor whose elements are not stored in their order: a transpose, a column. Reading holds its whole storage range."""
+
+    extent: StoredTensor  # (n,): from its first to its last element
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.extent.dtype
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype."""
+        values = torch.empty(self.extent.shape, dtype=self.dtype, device="cpu")
+        self.extent.read(0, values)
+        out.copy_(values.as_strided(self.shape, self.strides).reshape(-1)[start : start + out.numel()])
+
+
+@dataclass(frozen=True)
+class TensorBlob(Stored):
+    """A contiguous part of a file that is itself a file of torch.save, of one tensor. It is looked at when it is first read."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @cached_property
+    def _at(self) -> StoredTensor | StridedTensor:
+        found = open_torch_file(self.path, self.offset, self.nbytes)
+        if not isinstance(found, (StoredTensor, StridedTensor)) or (found.dtype, found.shape) != (self.dtype, self.shape):
+            wanted = f"a tensor {self.shape} of {self.dtype} at byte {self.offset}"
+            raise OSError(f"{self.path}: expected {wanted}, found {found!r:.80}")
+        return found
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """As of the tensor that is there."""
+        return self._at.parts(start, out)
+
+
+def open_torch_file(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
+    """What was saved, with where it is stored (StoredTensor, StridedTensor) in the place of each tensor.
+
+    Raises CheckpointError where the file is none of torch.save, or can not be read without running code.
+    """
+    nbytes = path.stat().st_size - offset if nbytes is None else nbytes
+    with open(path, "rb") as file, _LOCK:
+        window = io.BufferedReader(Window(file, offset, nbytes))
+        try:
+            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(window)
+            window.seek(0)
+            with torch.serialization.safe_globals([(StandIn, name) for name in unknown]), FakeTensorMode():
+                found = torch.load(window, map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path}: expected a file of torch.save (torch 1.6 or later) of tensors, dictionaries and lists; it can not be "
+                f"read: {str(error).splitlines()[0] if str(error) else error!r}"
+            ) from None
+    return _located(found, path, offset)
+
+
+def _located(value: Any, path: Path, base: int) -> Any:
+    if isinstance(value, Tensor):
+        return _locate(value, path, base)
+    if isinstance(value, Mapping):
+        return {key: _located(entry, path, base) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_located(entry, path, base) for entry in value)
+    return value
+
+
+def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTensor:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(f"{path}: a tensor {tuple(tensor.shape)} is {tensor.layout} or quantised; expected dense tensors.")
+    shape, size = tuple(tensor.shape), tensor.dtype.itemsize
+    at = base + (tensor.untyped_storage()._checkpoint_offset or 0) + tensor.storage_offset() * size
+    if tensor.is_contiguous():
+        return StoredTensor(path, at, tensor.numel() * size, tensor.dtype, shape)
+    extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True))
+    return StridedTensor(StoredTensor(path, at, extent * size, tensor.dtype, (extent,)), shape, tensor.stride())
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an entry of what `open_torch_file` returns is a tensor."""
+    return isinstance(value, (StoredTensor, StridedTensor))
+
+
+def value_of(stored: Any) -> Any:
+    """A small stored tensor as a tensor; anything else as it is."""
+    if not is_tensor(stored):
+        return stored
+    value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+    stored.read(0, value.view(-1))
+    return value

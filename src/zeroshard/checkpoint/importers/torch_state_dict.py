@@ -1,0 +1,92 @@
+"""Files of torch.save(model.state_dict()), alone or in the dictionary of a training script; Hugging Face's pytorch_model.bin.
+
+    {name: tensor}
+    {"model" | "state_dict" | "model_state_dict" | "module": {name: tensor}, "optimizer": optimizer.state_dict(), "step": 100}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ..safetensors import is_extra_state
+from ..source import Opened, Untrusted
+from .safetensors import is_index, merged, read_index
+from .torch_file import StandIn, is_tensor, open_torch_file, value_of
+
+MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
+OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
+WHOLE = "pytorch_model.bin"
+_STEP_KEYS = ("global_steps", "global_step", "step", "steps", "iteration")
+
+
+def open_state_dict(path: Path) -> Opened:
+    """A file, an index of files, or a folder of pytorch_model*.bin."""
+    if path.is_dir() or is_index(path):
+        index = path if is_index(path) else bin_index(path)
+        wanted = {} if index is None else read_index(index)
+        files = sorted(set(wanted.values())) or [path / WHOLE]
+        states = {file: state_in(open_torch_file(file)) for file in files}
+        opened = Opened(path, "torch", merged({file: _tensors_of(state, file) for file, state in states.items()}, wanted))
+        opened.module_readers = merged({file: objects_of(state, file) for file, state in states.items()}, wanted)
+        return opened
+    whole = open_torch_file(path)
+    state = state_in(whole)
+    opened = Opened(path, "torch", _tensors_of(state, path), module_readers=objects_of(state, path))
+    saved = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
+    if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
+        opened.states = {key: dict(state) for key, state in saved["state"].items()}
+        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]
+    opened.step = next((whole[key] for key in _STEP_KEYS if isinstance(whole.get(key), int)), 0)
+    return opened
+
+
+def bin_index(folder: Path) -> Path | None:
+    """The index of the files of pytorch_model.bin, where a folder has one."""
+    index = folder / f"{WHOLE}.index.json"
+    return index if index.is_file() else None
+
+
+def state_in(whole: Any) -> Any:
+    """The state dict in whatever a training script put around it."""
+    while isinstance(whole, Mapping):
+        inner = next((whole[key] for key in MODEL_KEYS if isinstance(whole.get(key), Mapping)), None)
+        if inner is None:
+            break
+        whole = inner
+    return whole
+
+
+def _tensors_of(state: Any, path: Path) -> dict[str, Any]:
+    found = {name: value for name, value in state.items() if is_tensor(value)} if isinstance(state, Mapping) else {}
+    if not found:
+        what = f"keys {', '.join(map(str, list(state)[:8]))}" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        raise CheckpointError(
+            f"{path}: expected a state dict of tensors by name, or one under {', '.join(MODEL_KEYS)}; found {what}."
+        )
+    return found
+
+
+def objects_of(state: Mapping[str, Any], path: Path) -> dict[str, Callable[[], Any]]:
+    """Readers of what modules keep in a state dict that is no tensor (get_extra_state), by name."""
+    return {
+        name: partial(_plain, value, f"{path}: {name}")
+        for name, value in state.items()
+        if isinstance(name, str) and is_extra_state(name) and not is_tensor(value)
+    }
+
+
+def _plain(value: Any, where: str) -> Any:
+    """With its tensors read. Raises Untrusted where it has an object of another class."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry, where) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(_plain(entry, where) for entry in value)
+    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
+        raise Untrusted(f"{where}: an object of a class that torch does not load by itself, which is not read from such files.")
+    return value_of(value)

@@ -1,0 +1,109 @@
+"""What a model keeps in its state dict besides parameters: compared with a checkpoint, and given back.
+
+    buffers       by object, under the names that the state dict has for them: hooks may rename
+    computed      tensors that hooks, or a module's own `_save_to_state_dict`, make anew: the modules' own loading takes them
+    extra state   of `get_extra_state`: `set_extra_state` takes it
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from . import safetensors
+from .reading import Reading
+from .source import Opened, Untrusted
+
+
+def names_of_others(model: nn.Module) -> set[str]:
+    """All names under which any of it may be stored."""
+    buffers, computed = safetensors.others_of(model)
+    return {name for buffer in buffers for name in buffer.names} | computed.keys() | _takers(model).keys()
+
+
+def compare(
+    model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]
+) -> list[str]:
+    """Add what of it is missing and of another shape, and the names that it uses; problems of other kinds."""
+    buffers, computed = safetensors.others_of(model)
+    wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
+    for kept, names, value in [*wanted, *(([name], [name], value) for name, value in computed.items())]:
+        shape = tuple(value.shape)
+        found = [name for name in kept if name in stored] or [name for name in names if name in stored][:1]
+        used.update(found)
+        missing += [] if found else [f"{names[0]} {shape} (buffer)"]
+        mismatched += [f"{n}: saved {stored[n].shape}, wanted {shape} (buffer)" for n in found if stored[n].shape != shape]
+    used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))  # tensors of any shape, today
+    fitting = [(buffer, at) for buffer in buffers if (at := buffer.stored_in(stored)) and at.shape == tuple(buffer.tensor.shape)]
+    return [f"  {buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
+
+
+def _takers(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that take extra state, by its name, under each of their names."""
+    return {
+        _key(prefix): module
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+
+
+def _key(prefix: str) -> str:
+    return f"{prefix}.{safetensors.EXTRA_STATE}" if prefix else safetensors.EXTRA_STATE
+
+
+def read_objects(model: nn.Module, opened: Opened, rank: int) -> None:
+    """Read what a checkpoint of others has that is no tensor and that modules of this model take; say what is left."""
+    takers, left = _takers(model), []
+    for name, reader in opened.module_readers.items():
+        try:
+            if name in takers:
+                opened.module_objects[name] = reader()
+                continue
+        except Untrusted:
+            pass
+        left.append(name)
+    if left and rank == 0:
+        more = f" and {len(left) - 5} more" if len(left) > 5 else ""
+        why = "which no module of the model takes, or which is of classes that are not loaded from files of others"
+        print(f"zeroshard: {opened.path}: left {', '.join(left[:5])}{more} unread, {why}", file=sys.stderr)
+
+
+def give_back(
+    model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading, rank: int
+) -> CheckpointError | None:
+    """Give modules what only they can take; what the first of them raised, if one did."""
+    refused = None
+    for who, take in _takes(model, opened, computed, reading):
+        try:
+            if reading.error is None:
+                take()
+        except Exception as error:
+            if refused is None:
+                what = f"{who} on rank {rank} did not take its state: {type(error).__name__}: {error}"
+                refused = CheckpointError(f"{opened.path}: {what}")
+                refused.__cause__ = error
+    return refused
+
+
+def _takes(model: nn.Module, opened: Opened, computed: dict[str, Tensor], reading: Reading) -> Iterator[tuple[str, Callable]]:
+    """(who takes a state, how), read when it is asked for."""
+    if computed:
+        names = ", ".join(list(computed)[:3]) + (", ..." if len(computed) > 3 else "")
+        yield f"the model ({type(model).__name__}.load_state_dict of {names})", partial(safetensors.give_computed, model, computed)
+    for prefix, module in model.named_modules():
+        key = _key(prefix)
+        if key in opened.model:
+            (stored,) = reading.guard({key: opened.model[key]}).values()
+            value: Any = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            stored.read(0, value.view(-1))
+        elif key in opened.module_objects:
+            value = opened.module_objects[key]
+        else:
+            continue
+        yield f"{prefix or 'the model'} ({type(module).__name__}.set_extra_state)", partial(module.set_extra_state, value)

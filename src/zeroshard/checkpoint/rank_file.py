@@ -1,0 +1,389 @@
+"""One rank's data file: laid out once, filled from wherever tensors rest, written in bulk.
+
+    contents --fill--> buffers --digest, write--> file          buffers of BUFFER_NBYTES go round
+
+The caller fills, a thread digests and writes (direct I/O, io/async_file.py). With few buffers that is a save which overlaps
+copying and writing; with enough buffers for everything that is in memory, what has been filled is a snapshot. What rests on
+disk is filled first, so it never takes more than the few; then what anybody may write at any time; last what is guarded
+(see Contents), which can be filled while training goes on.
+
+Checksums: XXH3-64 of every DIGEST_NBYTES of the file (the last: of what is left).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import pickle
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from errno import EIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ..config import Tier
+from ..errors import CheckpointError, ConfigError, OffloadIOError
+from ..io.aligned import bytes_of
+from ..io.async_file import Engine, open_file
+from ..tensor.chunks import Box
+from .dcp import ALIGN, frame
+from .state_map import Contents, Place
+
+BUFFER_NBYTES = 16 << 20
+FIRST_NBYTES = 4 << 20  # of the first buffer of a save that is waited for: the disk is idle until then
+ROTATING = 4  # buffers of a save that is waited for, also where a snapshot has left more
+DIGEST_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Bytes [offset, offset + nbytes) of the file; the tensor's begin at `data`. place: number, first: of its elements."""
+
+    offset: int
+    nbytes: int
+    data: int
+    place: int
+    first: int
+    box: Box
+    prefix: bytes
+    suffix: bytes
+
+
+@dataclass
+class FileLayout:
+    """What goes where. blobs: of tensors, in the order of the file. objects: (name, offset, bytes), behind them.
+
+    at_once: so many blobs, the first, must be filled before training goes on.
+    glue: (offset, bytes) of what stands before the data of each blob since the data before, and behind the last.
+    """
+
+    places: list[Place]
+    order: list[int]
+    blobs: list[Blob]
+    glue: list[tuple[int, bytes]]
+    nbytes: int = 0
+    at_once: int = 0
+    objects: list[tuple[str, int, bytes]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, contents: Contents) -> FileLayout:
+        """A layout without objects: the same as long as the places are."""
+        on_disk = [source.tier is Tier.DISK for source in contents.sources]
+        order = sorted(range(len(contents.places)), key=lambda i: (not on_disk[i], contents.guarded[i]))
+        blobs, end, at_once = [], 0, 0
+        for number in order:
+            place = contents.places[number]
+            for box, first in place.boxes():
+                prefix, suffix = frame(place.dtype, box.sizes)
+                data = end + len(prefix)
+                nbytes = len(prefix) + box.numel * place.dtype.itemsize + len(suffix)
+                blobs.append(Blob(end, nbytes, data, number, first, box, prefix, suffix))
+                at_once += on_disk[number] or not contents.guarded[number]
+                end = -(-(end + nbytes) // ALIGN) * ALIGN
+        return cls(contents.places, order, blobs, _glue(blobs, contents.places), end, at_once)
+
+    def with_objects(self, objects: dict[str, Any]) -> FileLayout:
+        """The same tensors, and plain values behind them."""
+        end, entries = self.nbytes, []
+        for name, value in objects.items():
+            out = io.BytesIO()
+            try:
+                torch.save(value, out)
+            except (pickle.PicklingError, TypeError, AttributeError) as error:
+                raise ConfigError(f"zs.save: {name} can not be saved: {error}") from error
+            entries.append((name, end, out.getvalue()))
+            end = -(-(end + len(out.getvalue())) // ALIGN) * ALIGN
+        return dataclasses.replace(self, nbytes=end, objects=entries)
+
+    def segments(self) -> Iterator[tuple[int, bytes | Blob]]:
+        """(offset, bytes, or the blob whose data begins there), in order, without gaps in what has to be written."""
+        for glue, blob in zip(self.glue, self.blobs, strict=False):
+            yield glue
+            yield blob.data, blob
+        yield self.glue[-1]
+        for _, offset, value in self.objects:
+            yield offset, value
+        yield self.nbytes, b""
+
+
+def _glue(blobs: list[Blob], places: list[Place]) -> list[tuple[int, bytes]]:
+    found, at, pending = [], 0, b""
+    for blob in blobs:
+        found.append((at, pending + bytes(blob.offset - at - len(pending)) + blob.prefix))
+        at, pending = blob.data + blob.box.numel * places[blob.place].dtype.itemsize, blob.suffix
+    return [*found, (at, pending)]
+
+
+def digest_count(nbytes: int) -> int:
+    """How many checksums a file has."""
+    return -(-nbytes // DIGEST_NBYTES)
+
+
+def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
+    """Bytes of what does not rest on disk: what a snapshot copies."""
+    return sum(
+        blob.box.numel * layout.places[blob.place].dtype.itemsize
+        for blob in layout.blobs
+        if contents.sources[blob.place].tier is not Tier.DISK
+    )
+
+
+class Ring:
+    """Buffers that go round between a filler and a writer; they are kept for the next file."""
+
+    def __init__(self, make: Callable[[int], Tensor]) -> None:
+        self.make, self.count = make, 0
+        self._free: queue.LifoQueue = queue.LifoQueue()  # those that have been touched before others
+
+    def grow(self, count: int) -> None:
+        """Have at least so many buffers."""
+        for _ in range(self.count, count):
+            self._free.put(self.make(BUFFER_NBYTES))
+            self.count += 1  # one by one: there may be no memory for the next
+
+    def release(self, keep: int = 0) -> None:
+        """Give back the memory of all that are free now, as far as there are more than `keep`."""
+        with contextlib.suppress(queue.Empty):
+            while self.count > keep:
+                self._free.get_nowait()
+                self.count -= 1
+
+    def borrow(self) -> Tensor | None:
+        """A buffer that is free, for something else; `give` it back. None where there is none."""
+        with contextlib.suppress(queue.Empty):
+            return self._free.get_nowait()
+        return None
+
+    def take(self, go_on: Callable[[], bool]) -> Tensor | None:
+        """A free buffer. While there is none, `go_on` is asked now and then; None where it says no."""
+        while True:
+            try:
+                return self._free.get_nowait()
+            except queue.Empty:
+                if not go_on():
+                    return None
+            try:
+                return self._free.get(timeout=0.2)
+            except queue.Empty:
+                pass
+
+    def give(self, buffer: Tensor) -> None:
+        """Back from the writer, or from who borrowed it."""
+        self._free.put(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * BUFFER_NBYTES
+
+    @property
+    def free(self) -> int:
+        """Buffers that nobody uses."""
+        return self._free.qsize()
+
+
+class FileWriter:
+    """Writes one file. `fill`, in one thread after another if in parts, then `finish`."""
+
+    def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
+        """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).
+
+        eager: write while `fill` copies; else when it has ended, or has run out of buffers, so that nothing competes with it.
+        """
+        self.layout, self.engine, self.ring, self.eager = layout, engine, ring, eager
+        self.file = open_file(path, layout.nbytes, create=True, reserve=True)
+        self.digests: list[str] = []
+        self.error: Exception | None = None  # why nothing more is written
+        self._filling, self._segments, self._blobs = _Filling(self), layout.segments(), 0
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._may_write = threading.Event()
+        self._ahead = threading.Semaphore(ROTATING)  # buffers between copying and the disk: more only take cores from writing
+        if eager:
+            self._may_write.set()
+        self._thread = threading.Thread(target=self._serve, name="zeroshard-checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self.file.close()
+            raise
+
+    @torch.no_grad()
+    def fill(self, contents: Contents, blobs: int | None = None) -> None:
+        """Copy on into buffers on their way to the file: so many of the blobs are copied then; None: everything.
+
+        Returns at once where the writer has failed.
+        """
+        try:
+            while blobs is None or self._blobs < blobs:
+                segment = next(self._segments, None)
+                if segment is None or not self._filling.put(*segment, contents):
+                    break
+                self._blobs += isinstance(segment[1], Blob)
+            self._filling.settle()
+        except BaseException:
+            self._filling.emit()  # the buffer goes round also where a state could not be read
+            raise
+        if blobs is None:
+            self._filling.emit()
+            self._queue.put(None)
+            self._may_write.set()
+
+    def buffer(self) -> Tensor | None:
+        """The next one to be filled, when there is one and a reason to fill it; None if the writer has failed."""
+        while self.eager and not self._ahead.acquire(timeout=0.2):
+            if not self.go_on():
+                return None
+        return self.ring.take(self.go_on)
+
+    def go_on(self) -> bool:
+        """There is no free buffer: see that there will be; False if the writer has failed."""
+        self._may_write.set()
+        return self.error is None
+
+    def finish(self) -> None:
+        """Return when the file is on the disk for good. Raises OffloadIOError, or what else ended the writer."""
+        self._thread.join()
+        try:
+            if self.error is None:
+                self.file.sync()
+        except OffloadIOError as error:
+            self.error = error
+        self.file.close()
+        if self.error is None and len(self.digests) != digest_count(self.layout.nbytes):
+            count = f"{len(self.digests)} of {digest_count(self.layout.nbytes)}"
+            self.error = CheckpointError(f"{self.file.path}: only {count} MiB were written; save again.")
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """What is written is of no use: `fill` returns soon, and `finish` raises."""
+        self.error = self.error or OffloadIOError(self.file.path, 0, EIO, "writing (abandoned)")
+
+    def abandon(self) -> None:
+        """Write no more."""
+        self.stop()
+        self._queue.put(None)
+        self._may_write.set()
+        self._thread.join()
+        self._filling.give_up()
+        self.file.close()
+
+    def _serve(self) -> None:
+        """Whatever fails, all buffers go back: a filler that waits for one would wait for ever."""
+        self._may_write.wait()
+        under_way: deque = deque()
+        while (task := self._queue.get()) is not None:
+            buffer, offset, nbytes = task
+            handle = None
+            try:
+                if self.error is None:
+                    handle = self.engine.write(self.file, offset, buffer[:nbytes])
+                    self._digest(bytes_of(buffer)[:nbytes])
+            except Exception as error:
+                self.error = self.error or error
+            under_way.append((handle, buffer))  # in any case: what is under way still reads from it
+            while under_way and (len(under_way) > ROTATING // 2 or under_way[0][0] is None or under_way[0][0].done()):
+                self._retire(under_way)
+        while under_way:
+            self._retire(under_way)
+
+    def _digest(self, memory: memoryview) -> None:
+        for begin in range(0, len(memory), DIGEST_NBYTES):
+            self.digests.append(xxhash.xxh3_64_hexdigest(memory[begin : begin + DIGEST_NBYTES]))
+
+    def _retire(self, under_way: deque) -> None:
+        handle, buffer = under_way.popleft()
+        try:
+            if handle is not None:
+                handle.wait()
+        except Exception as error:
+            self.error = self.error or error
+        self.ring.give(buffer)
+        self._ahead.release()
+
+
+class _Filling:
+    """The state of one `fill`: a buffer, and which bytes of the file it covers."""
+
+    def __init__(self, writer: FileWriter) -> None:
+        self.writer, self.base, self.end = writer, 0, 0  # [base, end) of the file is in the buffer
+        self.buffer: Tensor | None = None
+        self.memory, self.room = memoryview(b""), 0  # of the buffer; how much of it is used
+        self.pending: list = []
+
+    def put(self, offset: int, segment: bytes | Blob, contents: Contents) -> bool:
+        """Append a segment (zeros fill the gap before it); False if there is no point in going on."""
+        if isinstance(segment, bytes):
+            return self._put_bytes(bytes(offset - self.end) + segment if offset > self.end else segment)
+        place = contents.places[segment.place]
+        source, begin = contents.sources[segment.place], contents.begins[segment.place] + segment.first
+        size, done = place.dtype.itemsize, 0
+        while done < segment.box.numel:
+            if not self._room():
+                return False
+            at = self.end - self.base
+            count = min((self.room - at) // size, segment.box.numel - done)
+            target = self.buffer[at : at + count * size].view(place.dtype)
+            self.pending.append(source.read(begin + done, target))
+            done += count
+            self.end += count * size
+        return True
+
+    def _put_bytes(self, value: bytes) -> bool:
+        while value:
+            if not self._room():
+                return False
+            at = self.end - self.base
+            part = value[: self.room - at]
+            self.memory[at : at + len(part)] = part
+            self.end += len(part)
+            value = value[len(part) :]
+        return True
+
+    def _room(self) -> bool:
+        """See that there is a buffer with space."""
+        if self.buffer is not None and self.end - self.base < self.room:
+            return True
+        self.emit()
+        self.buffer = self.writer.buffer()
+        if self.buffer is None or self.writer.error is not None:
+            return False
+        self.memory, self.base = bytes_of(self.buffer), self.end
+        self.room = min(FIRST_NBYTES, BUFFER_NBYTES) if self.writer.eager and self.base == 0 else BUFFER_NBYTES
+        return True
+
+    def settle(self) -> None:
+        """Return when what has been put is in the buffer: sources may change."""
+        pending, self.pending = self.pending, []
+        failed: Exception | None = None
+        for read in pending:  # all of them, whatever fails: the buffer goes round, and nothing may write into it then
+            try:
+                read.wait()
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+
+    def give_up(self) -> None:
+        """The buffer goes round although what is in it will not be written."""
+        with contextlib.suppress(Exception):
+            self.settle()
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            self.writer.ring.give(buffer)
+
+    def emit(self) -> None:
+        """Hand the buffer to the writer."""
+        try:
+            self.settle()
+        finally:
+            buffer, self.buffer = self.buffer, None
+            if buffer is not None:
+                self.writer._queue.put((buffer, self.base, self.end - self.base))

@@ -1,0 +1,418 @@
+"""Finding, verifying and opening a checkpoint, on all ranks: one of ours, or of another library (foreign/)."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import xxhash
+from torch import nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..errors import (
+    CheckpointCorrupt,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointReadError,
+    ModelMismatch,
+    ZeroshardError,
+)
+from ..io.tensor_reader import Stored, differ
+from ..zero.unit import ParamSpec
+from . import directory as places
+from . import safetensors
+from . import state_map as holding
+from .bulk_reader import Bulk
+from .heartbeat import together
+from .importers import RECOGNISED, open_foreign, recognise
+from .manifest import FileEntry, Manifest
+from .rank_file import DIGEST_NBYTES
+from .reading import stored_tensors
+from .source import Opened, Untrusted
+
+LOOKS = 5  # how often the next checkpoint is taken where one is removed while it is read
+_READ_NBYTES = 4 << 20
+T = TypeVar("T")
+
+
+def agreed(comm: Comm | Alone, label: str, action: Callable[[], T], path: str | os.PathLike = "") -> T:
+    """Carry out an action that may take one rank minutes; if it raises on one, every rank raises that (collective).
+
+    It must not use `comm` (see `together`). Errors of ours are told as they are; others as a CheckpointError with the rank
+    and what it met. path: what is read.
+    """
+    results: list[T] = []
+
+    def work() -> None:
+        try:
+            results.append(action())
+        except Exception as error:
+            told = _told(error, comm.rank if comm.world_size > 1 else None, label, path)
+            if told is error:
+                raise
+            raise told from error
+
+    together(comm, label, work)  # type: ignore[arg-type]
+    return results[0]
+
+
+def _told(error: Exception, rank: int | None, label: str, path: str | os.PathLike) -> Exception:
+    """An error in the words in which all ranks raise it, fit to be sent."""
+    if isinstance(error, CheckpointReadError):
+        return error if rank is None else CheckpointReadError(error.file, error.offset, error.errno, error.reason, rank)
+    if isinstance(error, OSError) and not isinstance(error, ZeroshardError):
+        return CheckpointReadError(error.filename or path, None, error.errno, error.strerror or str(error), rank)
+    doing, who = label.partition(": ")[2] or label, "" if rank is None else f"rank {rank}, "
+    if isinstance(error, ZeroshardError):
+        return error
+    text = (str(error).splitlines() or [""])[0]
+    return CheckpointError(f"{path or 'a checkpoint'} ({who}{doing}): {type(error).__name__}: {text}; nothing was changed.")
+
+
+def find_checkpoint(comm: Comm | Alone, path: str | os.PathLike, name: str | None) -> Path:
+    """The folder of the checkpoint that rank 0 finds (collective)."""
+    found: Path | None = None
+    passed_over = ""
+
+    def find() -> None:
+        nonlocal found, passed_over
+        if comm.rank == 0:
+            try:
+                found = places.find(Path(path), name)
+            except CheckpointNotFound:  # a listing may have what has just been removed, and not what has just come
+                found = places.find(Path(path), name)
+            if name is None and found != Path(path):
+                passed_over = places.passed_over(Path(path), found)
+
+    agreed(comm, "zs.load: find", find, path)
+    if passed_over:
+        print(f"zeroshard: {passed_over}", file=sys.stderr)
+    return Path(exchange_values(comm, str(found), "zs.load: which")[0])
+
+
+def removed(comm: Comm | Alone, path: str | os.PathLike, folder: Path) -> bool:
+    """Whether what was found in a folder of checkpoints is gone: a run that saves there removes older ones (collective)."""
+    gone = comm.rank == 0 and folder != Path(path) and not (folder / places.MANIFEST).exists()
+    return bool(comm.exchange(b"1" if gone else b"", "zs.load: is it still there")[0])
+
+
+def hinted(folder: Path, action: Callable[[], T]) -> T:
+    """Where a file is damaged, name the checkpoint before."""
+    try:
+        return action()
+    except CheckpointCorrupt as error:
+        earlier = places.previous(folder)
+        hint = f"The complete checkpoint before it: {earlier}" if earlier is not None else "There is none before it"
+        raise CheckpointCorrupt(error.file, error.offset, error.expected, error.actual, f"{hint}.") from None
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointCorrupt where a file is missing or truncated."""
+
+    def check() -> None:
+        for file in manifest.files:
+            try:
+                nbytes = (folder / file.name).stat().st_size
+            except FileNotFoundError:
+                raise CheckpointCorrupt(str(folder / file.name), 0, f"{file.nbytes:,} bytes", "no file") from None
+            if nbytes != file.nbytes:
+                at = min(nbytes, file.nbytes)
+                raise CheckpointCorrupt(str(folder / file.name), at, f"{file.nbytes:,} bytes", f"{nbytes:,} bytes")
+
+    hinted(folder, check)
+
+
+def check_digests(folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, small: bool = False) -> int:
+    """Compare the checksums of this rank's share of all blocks; bytes read. Raises CheckpointCorrupt.
+
+    small: only of those with plain values and numbers, which are read one by one; `Bulk` sees to the others.
+    """
+    wanted = _small_blocks(manifest) if small else None
+    blocks = [(f, n) for f in manifest.files for n in range(len(f.digests)) if wanted is None or (f.name, n) in wanted]
+    return _check(folder, blocks[len(blocks) * rank // world_size : len(blocks) * (rank + 1) // world_size])
+
+
+def check_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Compare the checksums of all blocks of some tensors, which are about to be read one by one. Raises CheckpointCorrupt."""
+    wanted = _blocks(manifest, [(b.file, b.offset, b.nbytes) for name in names for b in manifest.tensors[name].boxes])
+    _check(folder, [(f, n) for f in manifest.files for n in range(len(f.digests)) if (f.name, n) in wanted])
+
+
+def _check(folder: Path, blocks: list[tuple[FileEntry, int]]) -> int:
+    def check() -> int:
+        total, buffer, at = 0, memoryview(bytearray(min(_READ_NBYTES, len(blocks) * DIGEST_NBYTES))), 0
+        per_read = _READ_NBYTES // DIGEST_NBYTES
+        while at < len(blocks):
+            file, first = blocks[at]
+            count = 1
+            while count < per_read and at + count < len(blocks) and blocks[at + count] == (file, first + count):
+                count += 1
+            digests = file.digests[first : first + count]
+            total += _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer)
+            at += count
+        return total
+
+    return hinted(folder, check)
+
+
+def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
+    """(file, number) of every block with bytes of objects, of tensors of one element or none, or of states that are not of the
+    shape of their parameter: what is read to be compared."""
+    stretches = [(o.file, o.offset, o.nbytes) for o in manifest.objects.values()]
+    for name, entry in manifest.tensors.items():
+        if torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name) or _is_counter(manifest, name):
+            stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
+    metadata = {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
+    return _blocks(manifest, stretches) | metadata
+
+
+def _blocks(manifest: Manifest, stretches: list[tuple[int, int, int]]) -> set[tuple[str, int]]:
+    """(file, number) of every block with bytes of (number of a file, offset, nbytes)."""
+    return {
+        (manifest.files[file].name, number)
+        for file, offset, nbytes in stretches
+        for number in range(offset // DIGEST_NBYTES, (offset + nbytes - 1) // DIGEST_NBYTES + 1)
+    }
+
+
+def ask_for_small(folder: Path, manifest: Manifest) -> None:
+    """Have the system begin to read the small blocks, all of them: they will be read soon. What goes wrong shows then."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    numbers: dict[str, list[int]] = {}
+    for name, number in _small_blocks(manifest):
+        numbers.setdefault(name, []).append(number)
+    for name, wanted in numbers.items():
+        with suppress(OSError), open(folder / name, "rb", buffering=0) as file:
+            for number in wanted:
+                os.posix_fadvise(file.fileno(), number * DIGEST_NBYTES, DIGEST_NBYTES, os.POSIX_FADV_WILLNEED)
+
+
+def _is_counter(manifest: Manifest, name: str) -> bool:
+    """Whether it is an optimizer state that is not one value an element."""
+    if not name.startswith(holding.STATE):
+        return False
+    *_, parameter, key = manifest.tensors[name].keys
+    of = manifest.tensors.get(f"{holding.MODEL}{parameter}")
+    return key in (manifest.scalars or ()) or of is None or of.shape != manifest.tensors[name].shape
+
+
+def _check_blocks(path: Path, digests: tuple[str, ...], offset: int, file_nbytes: int, buffer: memoryview) -> int:
+    nbytes = min(len(digests) * DIGEST_NBYTES, file_nbytes - offset)
+    with open(path, "rb", buffering=0) as file:
+        got = 0
+        while got < nbytes:
+            try:
+                count = os.preadv(file.fileno(), [buffer[got:nbytes]], offset + got)
+            except OSError as error:
+                raise CheckpointReadError(path, offset + got, error.errno, error.strerror or str(error)) from error
+            if count == 0:
+                raise CheckpointCorrupt(str(path), offset + got, f"{file_nbytes:,} bytes", f"{offset + got:,} bytes")
+            got += count
+    for number, expected in enumerate(digests):
+        begin = number * DIGEST_NBYTES
+        actual = xxhash.xxh3_64_hexdigest(buffer[begin : min(begin + DIGEST_NBYTES, nbytes)])
+        if actual != expected:
+            raise CheckpointCorrupt(str(path), offset + begin, f"checksum {expected}", f"checksum {actual}")
+    return nbytes
+
+
+def read_object(folder: Path, manifest: Manifest, name: str, trusted: bool = False) -> Any:
+    """A plain value.
+
+    Raises Untrusted where it is of a class that torch does not load by itself; CheckpointCorrupt, CheckpointError.
+    """
+    entry = manifest.objects[name]
+    path = folder / manifest.files[entry.file].name
+    with open(path, "rb") as file:
+        file.seek(entry.offset)
+        content = io.BytesIO(file.read(entry.nbytes))
+    try:
+        return torch.load(content, map_location="cpu", weights_only=not trusted)
+    except Exception as error:
+        _check_object(folder, manifest, name)
+        reason = (str(error).splitlines() or [""])[0]
+        if isinstance(error, pickle.UnpicklingError) and not trusted:
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))  # torch's words are many
+            reason = named[1] if named else reason
+            raise Untrusted(
+                f"{path}: {name}: an object of a class that is not loaded without your word: pass trusted=True if you trust "
+                f"whoever wrote this checkpoint ({reason})"
+            ) from None
+        raise CheckpointError(f"{path}: {name} can not be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _check_object(folder: Path, manifest: Manifest, name: str) -> None:
+    """Raise CheckpointCorrupt where the file is to blame that an object does not load."""
+    entry = manifest.objects[name]
+    file, first = manifest.files[entry.file], entry.offset // DIGEST_NBYTES
+    digests = file.digests[first : (entry.offset + entry.nbytes - 1) // DIGEST_NBYTES + 1]
+    buffer = memoryview(bytearray(len(digests) * DIGEST_NBYTES))
+    hinted(folder, lambda: _check_blocks(folder / file.name, digests, first * DIGEST_NBYTES, file.nbytes, buffer))
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a checkpoint of another library lies there, and none of ours."""
+    return not (path / places.MANIFEST).is_file() and not places.complete(path) and recognise(path) is not None
+
+
+class Alone:
+    """What `open_any` asks of its ranks, for a process by itself: no process group, no device."""
+
+    rank, world_size = 0, 1
+
+    def exchange(self, message: bytes, label: str) -> list[bytes]:
+        """What all ranks sent."""
+        return [message]
+
+
+def open_any(
+    comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
+    verify: bool = True, trusted: bool = False, values: bool = True,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None,
+) -> Opened:  # fmt: skip
+    """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
+
+    Where a run removes what was found while it is looked at, the next is taken.
+
+    in_bulk: makes, of what the manifest says, that which will read and verify tensors (`Opened.bulk`), or they will be verified
+        with `check_digests`: they are not here.
+
+    Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
+    """
+    foreign: Path | None = None
+
+    def look() -> None:
+        nonlocal foreign
+        if comm.rank == 0 and name is None and is_foreign(Path(path)):
+            foreign = Path(path)
+
+    agreed(comm, "zs.load: look", look, path)
+    told = exchange_values(comm, None if foreign is None else str(foreign), "zs.load: what is it")[0]
+    if told is not None:
+        where = Path(told)
+        return agreed(comm, "zs.load: open", lambda: open_foreign(where, trusted), where)
+    for looks in range(LOOKS, 0, -1):
+        folder = find_checkpoint(comm, path, name)
+        try:
+            return _open_found(comm, folder, verify, trusted, values, in_bulk)
+        except CheckpointError:
+            if looks == 1 or not removed(comm, path, folder):
+                raise
+    raise AssertionError("the last look returns or raises")
+
+
+def _open_found(
+    comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None,
+) -> Opened:  # fmt: skip
+    """One of ours, checked (collective)."""
+    manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
+    ranks = (comm.rank, comm.world_size)
+    bulk = None
+    if in_bulk is not None:
+        ask_for_small(folder, manifest)  # before any rank reads ahead: they would wait behind that
+    agreed(comm, "zs.load: sizes", lambda: check_sizes(folder, manifest), folder)
+    if in_bulk is not None:
+        bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
+    if verify:
+        agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, bulk is not None), folder)
+    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values), folder)
+    opened.bulk = bulk
+    return opened
+
+
+def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]) -> dict[str, Stored]:
+    """Parameters and buffers of any checkpoint under the names that a model has (collective). Raises as `open_any`."""
+    try:
+        opened = open_any(comm, path, values=False)
+    except CheckpointNotFound as error:
+        what = f"expected a .safetensors file or a folder of them, a checkpoint of zs.save, or {RECOGNISED}"
+        raise CheckpointNotFound(f"weights={str(path)!r}: {what}. {error}") from None
+    prefixes, (buffers, computed) = safetensors.prefixes_of(model), safetensors.others_of(model)
+    names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
+    opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
+    tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in opened.model) for spec in specs}
+    agreed(comm, "zs.shard: tied weights", partial(_check_ties, opened.model, sorted(tied), comm), path)
+    for buffer in buffers:
+        if (at := buffer.stored_in(opened.model)) is not None:
+            opened.model |= dict.fromkeys(buffer.names, at)
+    return opened.model
+
+
+def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Comm) -> None:
+    problems = []
+    for name, first in ((name, names[0]) for names in tied for name in names[1:]):
+        if model[name].shape != model[first].shape:
+            problems.append(f"{name} is {model[name].shape} and {first}, to which the model ties it, {model[first].shape}")
+        elif differ(model[first], model[name], comm.rank, comm.world_size):
+            problems.append(f"{name} has other values than {first}, to which the model ties it")
+    if problems:
+        raise ModelMismatch(f"weights do not fit the model: {'; '.join(problems)}. Build it without the tie.")
+
+
+def open_own(
+    folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True
+) -> Opened:
+    """One of ours, for one of `world_size` ranks. values: also what is no tensor (groups, extras, ...)."""
+    opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
+    opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
+    opened.frozen, opened.scalars = manifest.frozen, manifest.scalars
+    for name, stored in stored_tensors(folder, manifest).items():
+        if name.startswith(holding.MODEL):
+            opened.model[name.removeprefix(holding.MODEL)] = stored
+        elif name.startswith(holding.STATE):
+            *_, parameter, key = manifest.tensors[name].keys
+            opened.states.setdefault(parameter, {})[key] = stored
+    for alias, first in manifest.ties.items():
+        if first in opened.model:
+            opened.model.setdefault(alias, opened.model[first])
+    for name in manifest.objects:
+        reader = partial(read_object, folder, manifest, name, trusted)
+        if name.startswith(holding.MODEL):
+            opened.module_readers[name.removeprefix(holding.MODEL)] = reader
+        elif name.startswith(holding.EXTRA) and owner_of(name, manifest.facts)[1] is None:
+            opened.shared_extras[name.removeprefix(holding.EXTRA)] = reader
+    if values:
+        _add_values(opened, manifest, rank, world_size, trusted)
+    return opened
+
+
+def _add_values(opened: Opened, manifest: Manifest, rank: int, world_size: int, trusted: bool) -> None:
+    objects, same = manifest.objects, world_size == manifest.facts["world_size"]
+    read = lambda name: read_object(opened.path, manifest, name, trusted)  # noqa: E731
+    opened.per_rank = frozenset() if same else frozenset(manifest.facts["per_rank"])
+    opened.progress, opened.generators = read(holding.OWN), read(f"{holding.RNG}{rank if same else 0}")
+    for name in objects:
+        if name == holding.GROUPS:
+            opened.groups = read(name)
+        elif name.startswith(holding.STATE):
+            parameter, _, key = name.removeprefix(holding.STATE).rpartition(".")
+            opened.states.setdefault(parameter, {})[key] = read(name)
+        elif name.startswith(holding.EXTRA):
+            stem, owner = owner_of(name, manifest.facts)
+            if owner is None or (same and owner == rank):
+                try:
+                    opened.extras[stem] = read(name)
+                except Untrusted as error:  # nobody may have asked for it
+                    opened.unread[stem] = error
+    opened.module_objects = {name: reader() for name, reader in opened.module_readers.items()}
+
+
+def owner_of(name: str, facts: Mapping[str, Any]) -> tuple[str, int | None]:
+    """(name of an extra, the rank whose it is; None: it is the same on all) of the object 'extra.<name>[.<rank>]'."""
+    short = name.removeprefix(holding.EXTRA)
+    stem, _, suffix = short.rpartition(".")
+    if stem in facts["per_rank"] and suffix in map(str, range(facts["world_size"])):
+        return stem, int(suffix)
+    return short, None

@@ -1,0 +1,442 @@
+"""Weights from and to safetensors: each rank reads and writes the bytes of its own slices and nothing else.
+
+    file    | length | {name: {dtype, shape, data_offsets}} | w1 . . . . . . . | w2 . . . . . . . | b . |
+    ranks       rank 0                                        rank 0 | rank 1    rank 0 | rank 1   rank 0
+
+length is 8 bytes, little-endian; the header is JSON; the rest raw bytes without gaps. A folder has an index
+`model.safetensors.index.json` {weight_map: {name: file}} where there are several files. A file that is written has
+another name until it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from errno import EIO, EISDIR
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
+from ..io.aligned import bytes_of, empty
+from ..io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
+from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..zero.rank_consistency import distinct
+from ..zero.runtime import Runtime, runtime_of
+from ..zero.shard_model import write_value
+from ..zero.unit import ParamGroup, ParamSpec
+
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
+EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
+
+
+def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
+    """id of each module -> its names, the first one first: it has several where it is registered more than once."""
+    found: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(prefix)
+    return found
+
+
+def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
+    """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
+    names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
+    return [name if part is None else whole_name(name) for name, part in names]
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state, and not of a buffer that is called nearly so."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer of a model. kept: its names in the state dict, which hooks may choose; names: all under which it may be stored."""
+
+    tensor: Tensor
+    kept: list[str]
+    names: list[str]
+
+    def stored_in(self, stored: Mapping[str, Any]) -> Any:
+        """Where it is stored; None: nowhere."""
+        return next((stored[name] for name in self.names if name in stored), None)
+
+    @property
+    def expanded(self) -> bool:
+        """Whether rows share memory."""
+        return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
+
+    def refuses(self, at: Any) -> bool:
+        """Whether it is expanded, and what is stored has other values in each."""
+        if not self.expanded:
+            return False
+        value = _read_buffer(self.tensor, at)
+        return not torch.equal(distinct(value, self.tensor).expand_as(value), value)
+
+    def put(self, value: Tensor) -> None:
+        """Give it a value of its shape."""
+        distinct(self.tensor, self.tensor).copy_(distinct(value, self.tensor))
+
+
+def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
+    """What may be stored besides parameters: every buffer once, and what hooks compute for the state dict, by name there."""
+    params, found = {id(param) for param in model.parameters()}, {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), (buffer, []))[1].append(name)
+    kept: dict[int, list[str]] = {}
+    computed, state = {}, model.state_dict(keep_vars=True)
+    for name, value in state.items():  # by object: hooks rename
+        if id(value) in found:
+            kept.setdefault(id(value), []).append(name)
+        elif isinstance(value, Tensor) and id(value) not in params and not is_extra_state(name):
+            computed[name] = value
+    taken = {name for names in kept.values() for name in names}
+    buffers = []
+    for key, (buffer, names) in found.items():
+        own = kept.get(key, [])
+        buffers.append(Buffer(buffer, own, own + [name for name in names if name not in taken]))
+    return buffers, computed
+
+
+def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Parameter name -> where it is stored. Raises ModelMismatch naming all that is missing or of another shape.
+
+    Buffers too: those that the model keeps in its state dict must be there; what is there of others must fit.
+    """
+    found: dict[str, Stored] = {}
+    prefixes = prefixes_of(model)
+    problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
+    for spec in specs:
+        names, part = names_of(prefixes, spec), part_of(*spec.owners[0])
+        shape = spec.shape if part is None else part.shape
+        at = next((stored[name] for name in names if name in stored), None)
+        if at is None:
+            problems[f"{names[0]} is missing.{did_you_mean(names[0], stored)}"] = None
+        elif at.shape != shape:
+            problems[f"{names[0]}: the file has {at.shape}, the model {shape}"] = None
+        else:
+            found[spec.name] = at.cut(part)
+    for buffer in others_of(model)[0]:
+        name, at, shape = (*buffer.names, "")[0], buffer.stored_in(stored), tuple(buffer.tensor.shape)
+        if at is None and buffer.kept:
+            problems[f"{name} (buffer) is missing.{did_you_mean(name, stored)}"] = None
+        elif at is not None and at.shape != shape:
+            problems[f"{name} (buffer): the file has {at.shape}, the model {shape}"] = None
+        elif at is not None and buffer.refuses(at):
+            problems[f"{name} (buffer): {EXPANDED}"] = None
+    if problems:
+        raise ModelMismatch(f"weights do not fit the model ({len(problems)} problems): " + "; ".join(list(problems)[:10]))
+    return found
+
+
+def names_of_expanded(model: nn.Module) -> list[str]:
+    """All names of buffers whose rows share memory."""
+    return [name for buffer in others_of(model)[0] if buffer.expanded for name in buffer.names]
+
+
+@torch.no_grad()
+def stream(
+    runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True
+) -> None:
+    """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays.
+
+    computed: also tensors that hooks compute for the state dict.
+    """
+    runtime.comm.fence_write()
+    for group, index, at in _found(runtime, found):
+        place = group.place(index) if group.values.sharded and group.master is None else None
+        if place is None:
+            _put(group, index, _read(group, index, at))
+        else:
+            at.read(group.homes[index].start, place)
+    for buffer in others_of(runtime.model)[0]:
+        if (at := buffer.stored_in(stored)) is not None:
+            buffer.put(_read_buffer(buffer.tensor, at))
+    runtime.comm.fence_read()
+    if computed:
+        give_computed(runtime.model, read_computed(runtime.model, stored))
+
+
+def note(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], bulk: Bulk) -> None:
+    """Tell `bulk` what `stream` will read, and `read_computed`."""
+    for group, index, at in _found(runtime, found):
+        _read(group, index, at, bulk)
+    for buffer in others_of(runtime.model)[0]:
+        if (at := buffer.stored_in(stored)) is not None:
+            _read_buffer(buffer.tensor, at, bulk)
+    read_computed(runtime.model, stored, bulk)
+
+
+def _found(runtime: Runtime, found: dict[str, Stored]) -> Iterator[tuple[ParamGroup, int, Stored]]:
+    for group in runtime.groups:
+        for index, spec in enumerate(group.specs):
+            if spec.name in found:
+                yield group, index, found[spec.name]
+
+
+def _read(group: ParamGroup, index: int, at: Stored, bulk: Bulk | None = None) -> Tensor:
+    """This rank's slice of a parameter, (n,); the whole where it is replicated. As exact as it is stored, if that is of use."""
+    home, spec = group.homes[index], group.specs[index]
+    if not group.values.sharded:
+        return _filled(math.prod(at.shape), at.dtype, at, 0, bulk)
+    exact = group.master is not None and at.dtype != spec.dtype
+    return _filled(home.stop - home.start, torch.float32 if exact else spec.dtype, at, home.start, bulk)
+
+
+def _read_buffer(buffer: Tensor, at: Stored, bulk: Bulk | None = None) -> Tensor:
+    return _filled(buffer.numel(), buffer.dtype, at, 0, bulk).view(buffer.shape)
+
+
+def _filled(numel: int, dtype: torch.dtype, at: Stored, start: int, bulk: Bulk | None) -> Tensor:
+    """Elements [start, start + numel). bulk: only tell it."""
+    value = empty(numel, dtype, "cpu" if bulk is None else "meta")
+    if bulk is None:
+        at.read(start, value)
+    else:
+        bulk.add(at, start, value)
+    return value
+
+
+def read_computed(model: nn.Module, stored: Mapping[str, Any], bulk: Bulk | None = None) -> dict[str, Tensor]:
+    """What is stored of tensors that hooks compute for the state dict, by name there. bulk: only tell it what will be read."""
+    wanted = {name: stored[name] for name in others_of(model)[1] if name in stored}
+    return {name: _read_buffer(torch.empty(at.shape, dtype=at.dtype, device="cpu"), at, bulk) for name, at in wanted.items()}
+
+
+def give_computed(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """They go back the way they came: the modules' own loading takes them. It finds the buffers there, and no parameters."""
+    if not values:
+        return
+    state = model.state_dict(keep_vars=True)
+    given = OrderedDict((name, buffer.tensor) for buffer in others_of(model)[0] for name in buffer.kept)
+    given.update((name, value.to(state[name].device)) for name, value in values.items() if name in state)
+    given._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
+    model.load_state_dict(given, strict=False)
+
+
+def _put(group: ParamGroup, index: int, value: Tensor) -> None:
+    if not group.values.sharded:
+        write_value(group, index, value.view(group.specs[index].shape))
+        group.put_whole(index)
+        return
+    group.set_local(index, value)
+    if group.master is not None:
+        group.master.store(group.homes[index].begin, value)
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
+    """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
+
+    Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
+    it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
+    once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
+    `load_model` ties them again). Until all of it is on the disk it has another name: a file of this name is complete.
+
+    Args:
+        path: the file; rank 0's counts. One that exists is replaced.
+        dtype: of floating-point tensors in the file; None: as they rest. torch.float32 takes fp32 masters where there are any.
+
+    Raises:
+        ConfigError: the state dict holds what safetensors has no place for, or dtype is none of floating-point numbers.
+        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), the folder
+            is missing or not writable. Nothing is kept.
+    """
+    runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.save_safetensors")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
+    comm, target = runtime.comm, Path(path)
+    tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
+    scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
+    layout = _FileLayout.of(runtime, scratch, dtype)
+    try:
+        _agreed(comm, layout, lambda: layout.create(target) if comm.rank == 0 else None)
+        _write(runtime, layout)
+        _agreed(comm, layout, lambda: layout.publish(target) if comm.rank == 0 else None)
+    except BaseException:
+        if comm.rank == 0:
+            scratch.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class _FileLayout:
+    """What goes where in a file, the same on every rank.
+
+    places: by key; the key of a parameter is (number of its group, index), that of other tensors their name. others: those.
+    """
+
+    path: Path
+    header: bytes
+    nbytes: int
+    places: dict[Any, StoredTensor]
+    others: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, runtime: Runtime, path: Path, dtype: torch.dtype | None) -> _FileLayout:
+        """Raises ConfigError."""
+        keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
+        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        found: dict[Any, tuple[str, Part | None]] = {}
+        others, first_names, metadata = {}, {}, {"format": "pt"}
+        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+            key = keys.get(id(value), name)
+            part = None if key is name else part_of(*runtime.groups[key[0]].specs[key[1]].owners[0])
+            name = name if part is None else whole_name(name)
+            if first_names.setdefault(id(value), name) != name:
+                metadata[name] = first_names[id(value)]
+                continue
+            tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if part is None else part.shape)
+            found[key] = (name, part)
+            if key is name:
+                others[name] = value
+        header, whole = safetensors_header(path, tensors, metadata)
+        nbytes = len(header) + sum(at.nbytes for at in whole.values())
+        return cls(path, header, nbytes, {key: whole[name].cut(part) for key, (name, part) in found.items()}, others)
+
+    def create(self, target: Path) -> None:
+        """Make the file, at its full length; it is to become `target`."""
+        if target.is_dir():
+            raise IsADirectoryError(EISDIR, "")
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(fd, "wb", buffering=0) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, 0, self.nbytes)  # a disk that is too small says so now
+            file.write(self.header)
+            file.truncate(self.nbytes)
+
+    def publish(self, target: Path) -> None:
+        """Give the complete file its name, for good."""
+        _sync(self.path)
+        os.replace(self.path, target)
+        _sync(target.parent)
+
+
+def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
+    if name == "__metadata__":
+        raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; call the tensor otherwise.")
+    dtype = wanted if wanted is not None and value.is_floating_point() else value.dtype
+    if dtype not in SAFETENSORS_NAMES:
+        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}.")
+    return dtype
+
+
+def safetensors_header(
+    path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str]
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """The header and where each tensor lies: those of large elements first, so that all are aligned; then by name."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    begins, end = {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape = tensors[name]
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": (begins[name], end)}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return header, {
+        name: StoredTensor(path, len(header) + begins[name], math.prod(shape) * dtype.itemsize, dtype, shape)
+        for name, (dtype, shape) in tensors.items()
+    }
+
+
+def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None:
+    """Carry out an action; if the system refuses it on one rank, every rank raises why (collective)."""
+    problem: Exception | None = None
+    try:
+        action()
+    except OSError as error:
+        what = f"rank {comm.rank}: saving {layout.nbytes:,} bytes"
+        problem = OffloadIOError(str(layout.path), 0, error.errno or EIO, what)
+    everyone = exchange_values(comm, problem, "zs.save_safetensors")
+    for found in everyone:
+        if found is not None:
+            raise found
+
+
+def _write(runtime: Runtime, layout: _FileLayout) -> None:
+    """Fill the file (collective)."""
+    comm, sees = runtime.comm, layout.path.exists()
+    all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
+    slices = _slices(runtime, layout, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
+
+    def write() -> None:
+        for key, start, values in slices if sees else ():
+            layout.places[key].write(start, values)
+        if sees:
+            _sync(layout.path)
+
+    def send() -> None:
+        problem = None
+        while True:
+            key, start, values = (None, 0, None) if sees else next(slices, (None, 0, None))
+            mine = (key, start, None if values is None else (values.dtype, bytes(bytes_of(values.contiguous()))))
+            sent = exchange_values(comm, mine, "zs.save_safetensors: slices")
+            sent = [part for part in sent if part[0] is not None]
+            if not sent:
+                break
+            try:
+                for key, start, (dtype, raw) in sent if comm.rank == 0 and problem is None else ():
+                    layout.places[key].write(start, torch.frombuffer(bytearray(raw), dtype=dtype))
+            except OSError as error:
+                problem = error  # told when all have sent everything
+        if problem is not None:
+            raise problem
+
+    _agreed(comm, layout, write)
+    if not all_see:
+        _agreed(comm, layout, send)
+
+
+@torch.no_grad()
+def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[Any, int, Tensor]]:
+    """(key, first element, values (n,) on the host) of everything that this rank writes, in parts of at most `nbytes`."""
+    core = runtime.optimizer.core if runtime.optimizer is not None else None
+    if core is not None:
+        core.wait()
+    for number, group in enumerate(runtime.groups):
+        if group.master is not None and core is not None:
+            core.refresh_masters(group)
+        for index, home in enumerate(group.homes):
+            at = layout.places.get((number, index))  # None: a hook keeps it out of the state dict
+            if at is None:
+                continue
+            rest, begin = group.values.rest, home.begin
+            if group.master is not None and at.dtype != rest.dtype:
+                whole = group.master.numel != group.layout.shard_numel
+                rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+            step = max(nbytes // rest.dtype.itemsize, 1)
+            for done in range(0, home.stop - home.start, step):
+                count = min(step, home.stop - home.start - done)
+                yield (number, index), home.start + done, rest.host(begin + done, begin + done + count)
+    for name, value in layout.others.items() if runtime.comm.rank == 0 else ():
+        yield name, 0, value.detach().to("cpu").reshape(-1)
+
+
+def _sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, have reached the disk for good."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

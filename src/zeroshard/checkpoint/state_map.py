@@ -1,0 +1,244 @@
+"""What a checkpoint of a model and its optimizer holds, on one rank: where each tensor's part lies, and plain objects.
+
+    model.<name>              parameters (fp32 masters where there are any) and persistent buffers
+    optim.state.<name>.<key>  optimizer states: of the parameter's shape, or one number a parameter (step)
+    optim.param_groups        options of the groups with the names of their members
+    zeroshard.state           steps taken, loss scale
+    zeroshard.rng.<rank>      random generators
+    extra.<name>              what the user gave; extra.<name>.<rank> where ranks gave different things
+
+Names are those of whole parameters: tiles, wrappers, units and flat buffers leave no trace, so that any other partition
+can read it. Replicated states are cut as sharded ones are: each rank writes its part.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import Tier
+from ..errors import ConfigError
+from ..offload.storage import MemoryRest, Rest
+from ..optim.sharded_optimizer import OptimizerCore
+from ..tensor.chunks import Box, boxes_of
+from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..zero.runtime import Runtime
+from ..zero.unit import ParamGroup
+from .dcp import MAX_BLOB_NBYTES, storable
+from .safetensors import names_of, prefixes_of
+
+MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (
+    "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which elements of a named tensor a rank holds: [start, stop) of the flattened part (a tile), or of the whole."""
+
+    name: str
+    keys: tuple[str, ...]  # of the name, in nested state dicts
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    stop: int
+    part: Part | None = None
+
+    def boxes(self) -> Iterator[tuple[Box, int]]:
+        """(box of the whole tensor, its first element among the rank's), in order; each fits a blob."""
+        shape = self.shape
+        if self.part is not None:
+            shape = tuple(
+                self.part.stop - self.part.start if dim == self.part.dim else extent for dim, extent in enumerate(shape)
+            )
+        if self.start == self.stop and 0 in shape:
+            yield Box(tuple(0 for _ in shape), shape), 0  # a tensor without elements: once
+        step = MAX_BLOB_NBYTES // self.dtype.itemsize
+        for begin in range(self.start, self.stop, step):
+            at = begin
+            for box in boxes_of(shape, begin, min(begin + step, self.stop)):
+                yield (box if self.part is None else box.moved(self.part.dim, self.part.start)), at - self.start
+                at += box.numel
+
+
+@dataclass
+class Contents:
+    """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values.
+
+    guarded[i]: whoever writes it asks first (Runtime.before_change), so that it may be copied while training goes on.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    sources: list[Rest] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    scalars: set[str] = field(default_factory=set)  # keys of optimizer states that are one number a parameter
+    ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
+    frozen: list[tuple[ParamGroup, int]] = field(default_factory=list)  # left out: only their identity is kept
+
+    def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
+        """Note one part of a tensor."""
+        if not storable(place.dtype):
+            raise ConfigError(f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for.")
+        self.places.append(place)
+        self.sources.append(source)
+        self.begins.append(begin)
+        self.guarded.append(guarded)
+
+
+def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
+    """(name of the whole parameter, which part of it) of each parameter of a group."""
+    found = []
+    for spec in group.specs:
+        part = part_of(*spec.owners[0])
+        found.append((spec.name if part is None else whole_name(spec.name), part))
+    return found
+
+
+def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool) -> Contents:
+    """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained."""
+    contents, prefixes = Contents(), prefixes_of(runtime.model)
+    for group in runtime.groups:
+        _add_values(contents, prefixes, group, frozen or group.trainable)
+    if runtime.comm.rank == 0:
+        _add_others(contents, runtime)
+    if core is not None:
+        _add_states(contents, runtime, core)
+        if runtime.comm.rank == 0:
+            contents.objects[GROUPS] = param_groups(runtime, core)
+    if runtime.comm.rank == 0:
+        contents.objects[OWN] = runtime.progress.state()
+    contents.objects[f"{RNG}{runtime.comm.rank}"] = generators(runtime.comm.device)
+    return contents
+
+
+def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: tuple[str, ...], dtype: torch.dtype) -> Place:
+    """Of a tensor of the shape of a parameter. keys: what stands before the parameter's name, and behind it."""
+    (name, part), home, shape = named, group.homes[index], group.specs[index].shape
+    before, after = keys[:-1], keys[-1:] if keys[-1] else ()
+    keys = (*before, name, *after)
+    return Place(".".join(keys), keys, dtype, shape if part is None else part.shape, home.start, home.stop, part)
+
+
+def _first(group: ParamGroup, index: int) -> bool:
+    """Whether this rank writes what a parameter has once: the rank with its first element (rank 0 if it has none)."""
+    home, numel = group.homes[index], math.prod(group.specs[index].shape)
+    return group.comm.rank == 0 if numel == 0 else home.start == 0 and home.stop > 0
+
+
+def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: ParamGroup, wanted: bool) -> None:
+    for index, (name, part) in enumerate(names_of_group(group)):
+        contents.ties |= {alias: name for alias in names_of(prefixes, group.specs[index]) if alias != name}
+        if not wanted:
+            contents.frozen.append((group, index))
+            continue
+        home, rest = group.homes[index], group.values.rest
+        begin = home.begin
+        if group.master is not None:
+            whole = group.master.numel != group.layout.shard_numel
+            rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+        if home.stop > home.start or _first(group, index):
+            guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
+            contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
+
+
+def _add_others(contents: Contents, runtime: Runtime) -> None:
+    """Buffers, and what modules keep in state dicts besides."""
+    params = {id(param) for group in runtime.groups for param in group.params}
+    for name, value in runtime.model.state_dict(keep_vars=True).items():
+        if id(value) in params:
+            continue
+        if isinstance(value, Tensor):
+            _add_whole(contents, runtime, f"{MODEL}{name}", ("model", name), value.detach())
+        else:
+            contents.objects[f"{MODEL}{name}"] = value
+
+
+def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str, ...], value: Tensor) -> None:
+    place = Place(name, keys, value.dtype, tuple(value.shape), 0, value.numel())
+    on_host = value.detach().to("cpu").contiguous().reshape(-1)  # small, and step counts are there in any case
+    contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
+
+
+def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> None:
+    names = {id(group): names_of_group(group) for group in runtime.groups}
+    for run in (run for runs in core.runs for run in runs):
+        state = run.states.load()
+        for index in run.indices if state else ():
+            home, named, first = run.group.homes[index], names[id(run.group)][index], _first(run.group, index)
+            for key, value in state.items():
+                if isinstance(value, Rest) or run.holds(value):
+                    if home.stop > home.start or first:
+                        place = _place(run.group, index, named, ("optim", "state", key), value.dtype)
+                        contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
+                    continue
+                contents.scalars.add(key)
+                if first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
+                    _add_scalar(contents, runtime, named[0], key, value)
+
+
+def _add_scalar(contents: Contents, runtime: Runtime, name: str, key: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        _add_whole(contents, runtime, f"{STATE}{name}.{key}", ("optim", "state", name, key), value)
+    else:
+        contents.objects[f"{STATE}{name}.{key}"] = value
+
+
+def _state_source(runtime: Runtime, core: OptimizerCore, run: Any, index: int, value: Any) -> tuple[Rest, int]:
+    home = run.group.homes[index]
+    if isinstance(value, Rest):
+        return value, home.begin
+    start, _ = core.maker.slot_range(run.group, index)
+    return runtime.tiers.over(value), start - run.start + (home.start if core.replicated else 0)
+
+
+def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:
+    """The optimizer's groups: options, and the names of their members (a tile's: of the whole)."""
+    names = {
+        id(param): name
+        for group in runtime.groups
+        for param, (name, _) in zip(group.params, names_of_group(group), strict=True)
+    }
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": list(dict.fromkeys(names[id(p)] for p in group["params"]))}
+        for group in core.outer.param_groups
+    ]
+
+
+# -- random generators -------------------------------------------------------------------------------------------
+
+
+def generators(device: torch.device) -> dict[str, Any]:
+    """The states of torch's, Python's and NumPy's global generators on this rank."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+    return states
+
+
+def set_generators(states: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `generators`."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(_tuples(states["python"]))
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states:
+        import numpy
+
+        kind, keys, *rest = states["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(v) for v in value) if isinstance(value, (list, tuple)) else value

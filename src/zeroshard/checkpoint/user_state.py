@@ -1,0 +1,120 @@
+"""What users save beside model and optimizer: any values, and the states of objects that have one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..errors import ConfigError, ZeroshardError
+from . import directory as places
+
+_PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # equal if they are written alike
+
+
+@dataclass(frozen=True)
+class Extra:
+    """The state of one, and what torch.save makes of it."""
+
+    state: Any
+    content: bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal bytes."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @cached_property
+    def digest_of_values(self) -> str:
+        """Equal for equal values of torch's and of Python's own types, whose bytes may differ.
+
+        Sets and dictionaries have their own orders on ranks, and an object that occurs twice is written once.
+        """
+        try:
+            return _digest(self.state).hex()
+        except Exception:  # it contains itself, a tensor has no values, ...: no rank may be alone with that
+            return self.digest
+
+
+def serialised(extra: Any) -> dict[str, Extra]:
+    """The states of what is given to zs.save, by name. Raises ConfigError where one has no place in a checkpoint."""
+    if extra is None:
+        return {}
+    check_named(extra, "zs.save")
+    return {name: _serialised(name, value) for name, value in extra.items()}
+
+
+def check_named(extra: Any, verb: str) -> None:
+    """Raise ConfigError where there are no names for values."""
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
+    for name in extra:
+        if not isinstance(name, str) or not places.valid_name(name):
+            raise ConfigError(f"{verb}: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
+
+
+def _serialised(name: str, value: Any) -> Extra:
+    if isinstance(value, nn.Module):
+        raise ConfigError(f"zs.save: extra[{name!r}]: a module; save its state_dict(), or shard it and save it on its own.")
+    state, out = value.state_dict() if has_state(value) else value, io.BytesIO()
+    try:
+        torch.save(state, out)
+    except (pickle.PicklingError, TypeError, AttributeError, ZeroshardError) as error:
+        inside = next((type(each).__name__ for each in _members(state) if has_state(each)), None)
+        hint = f" Give the {inside} in it a name of its own: its state_dict() is saved then." if inside else ""
+        raise ConfigError(f"zs.save: extra[{name!r}] can not be saved: {error}.{hint}") from error
+    return Extra(state, out.getvalue())
+
+
+def has_state(value: Any) -> bool:
+    """Whether a value tells its own state."""
+    return callable(getattr(value, "state_dict", None))
+
+
+def _members(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
+
+
+def alike(comm: Comm, extras: dict[str, Extra], digests: list[dict[str, str]]) -> set[str]:
+    """Names of those that are the same on all ranks (collective). digests: every rank's, of bytes, by the same names."""
+    same = {name for name in digests[0] if len({theirs[name] for theirs in digests}) == 1}
+    if len(same) < len(digests[0]):
+        mine = {name: extra.digest_of_values for name, extra in extras.items() if name not in same}
+        everyone = exchange_values(comm, mine, "zs.save: extras that differ")
+        same |= {name for name in mine if len({theirs[name] for theirs in everyone}) == 1}
+    return same
+
+
+def _digest(value: Any) -> bytes:
+    kind = type(value)
+    if kind in (set, frozenset):
+        parts = sorted(map(_digest, value))
+    elif kind is dict:
+        parts = sorted(_digest(key) + _digest(each) for key, each in value.items())
+    elif kind in _PLAIN or (kind in (list, tuple) and all(type(each) in _PLAIN for each in value)):
+        parts = [repr(value).encode()]  # a million indices take no time
+    elif kind in (list, tuple):
+        parts = [_digest(each) for each in value]
+    elif kind is Tensor or kind is nn.Parameter:
+        parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), _content(value.detach().cpu().clone())]  # it is loaded to there
+    else:
+        parts = [_content(value)]
+    whole = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {len(parts)}".encode())
+    for part in parts:
+        whole.update(hashlib.sha256(part).digest())
+    return whole.digest()
+
+
+def _content(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()

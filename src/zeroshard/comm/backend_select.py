@@ -1,0 +1,230 @@
+"""Which Comm serves this rank: chosen once per process group, by where its ranks are.
+
+    one process                           SharedComm of a world of one
+    a thread of `testing.run_threads`     SharedComm over threads
+    gloo, all ranks on one Linux host     SharedComm over processes
+    gloo across hosts; nccl               DistComm
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util
+import os
+import secrets
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import ConfigError, did_you_mean
+from ..utils.host import host_identity
+from .base import Comm
+from .failure import failure_of, last_words, note_exits
+from .process_group import DistComm, backend_for
+from .rendezvous import Door
+from .shared_memory import SharedComm
+from .status_server import ProcessDesk
+from .transport import ProcessTransport, ThreadTransport, ThreadWorld
+
+BACKENDS = ("auto", "shared", "dist")
+Choice = Comm | str | dist.ProcessGroup | DeviceMesh
+
+_local = threading.local()  # .comm: this thread's Comm, in a world of threads
+_by_group: dict[tuple, tuple[Any, Comm]] = {}  # with the group: its id stays its own
+_live: weakref.WeakSet[Comm] = weakref.WeakSet()
+_solo_said = False
+_hooked = False  # into the end of this process
+
+
+def set_thread_comm(comm: Comm | None) -> None:
+    """Make `comm` the one that `current` returns in this thread (None: undo)."""
+    _local.comm = comm
+
+
+def rank_and_size() -> tuple[int, int]:
+    """(rank, world size) of this process or thread, without starting anything."""
+    comm = getattr(_local, "comm", None)
+    if comm is not None:
+        return comm.rank, comm.world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        raise ConfigError("RANK or WORLD_SIZE is set, but no process group was started: torch.distributed.init_process_group().")
+    return 0, 1
+
+
+def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
+    """The Comm for this rank.
+
+    choice: a Comm; "auto", "shared", "dist", of all ranks; a process group or 1-D mesh, of its ranks. option: its name, for
+    errors. Raises ConfigError where a launcher's variables are set but the process group has not been started: a world of one by
+    mistake is the costliest of silent errors.
+    """
+    if isinstance(choice, Comm):
+        return choice
+    if choice is not None and not isinstance(choice, str):
+        return _of_group(choice, device, stall_timeout_s, option)
+    choice = choice or os.environ.get("ZEROSHARD_COMM") or "auto"
+    if choice not in BACKENDS:
+        expected = f"one of {BACKENDS}, a process group, a 1-D DeviceMesh or a Comm"
+        raise ConfigError(f"{option}: expected {expected}, got {choice!r}.{did_you_mean(choice, BACKENDS)}")
+    if getattr(_local, "comm", None) is not None:
+        return _local.comm
+    if not (dist.is_available() and dist.is_initialized()):
+        return _solo(device, stall_timeout_s)
+    world = dist.group.WORLD
+    key = (id(world), choice, device)
+    if key not in _by_group:
+        for other in [other for other, (group, _) in _by_group.items() if group is not world]:
+            del _by_group[other]  # that group was destroyed: who still uses its Comm holds it
+        _by_group[key] = world, _connect(choice, device, stall_timeout_s)
+        _live.add(_by_group[key][1])
+        _hook_failures()
+    return _by_group[key][1]
+
+
+def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
+    """Of the ranks of a process group or mesh, each of which calls this."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            axis = (group.mesh_dim_names or ("dp",))[-1]
+            raise ConfigError(
+                f"{option}: expected a 1-D DeviceMesh, got one of shape {tuple(group.shape)}. Pass one axis, e.g. mesh[{axis!r}]."
+            )
+        group = group.get_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"{option}: the process group has not been started: call torch.distributed.init_process_group() first."
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError(
+            f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. A rank "
+            "outside of a group has none to pass: each rank passes the group that it is in."
+        )
+    comm = DistComm(group, device, stall_timeout_s)
+    _live.add(comm)
+    _hook_failures()
+    return comm
+
+
+def _solo(device: torch.device, stall_timeout_s: float) -> Comm:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or ("RANK" in os.environ and "WORLD_SIZE" not in os.environ):
+        raise ConfigError(
+            f"RANK={os.environ.get('RANK')} and WORLD_SIZE={os.environ.get('WORLD_SIZE')} are set, but the process "
+            "group has not been started: call torch.distributed.init_process_group() before zs.shard()."
+        )
+    global _solo_said
+    if not _solo_said:
+        print("zeroshard: no process group and no RANK: this is a single process (world size 1)", file=sys.stderr)
+        _solo_said = True
+    return SharedComm(ThreadTransport(ThreadWorld(1, device), 0), device, stall_timeout_s)
+
+
+def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
+    """Ask all ranks where they are; share memory if all are on one host and on the CPU."""
+    place = _place()
+    door = Door() if place is not None and device.type == "cpu" else None
+    try:
+        address, secret = door.address if door is not None else None, secrets.token_bytes(32)
+        places: list = [None] * dist.get_world_size()
+        backend_for(device)
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not whichever is current
+            dist.all_gather_object(places, (place, str(device.type), address, secret))  # trusted, as its processes are
+        same_host = len({other[:2] for other in places}) == 1 and places[0][0] is not None
+        if choice == "shared" and not same_host:
+            raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")
+        if choice == "dist" or not same_host or door is None:
+            return DistComm(None, device, stall_timeout_s)
+        addresses = [address for _, _, address, _ in places]
+        transport = ProcessTransport(dist.get_rank(), door, addresses, places[0][3], stall_timeout_s)
+        comm = SharedComm(transport, device, stall_timeout_s)
+        comm.desk = ProcessDesk.among(comm, on_this_host=True)
+        return comm
+    finally:
+        if door is not None:
+            door.close()
+
+
+def _place() -> tuple | None:
+    """What two processes must have in common to open each other's memory; None where there is no such way."""
+    host = host_identity()
+    if not hasattr(os, "memfd_create") or not all(host):
+        return None
+    try:
+        return *host, os.readlink("/proc/self/ns/pid"), os.getuid()
+    except OSError:
+        return None
+
+
+def announce(error: BaseException) -> None:
+    """Tell the peers of an error that ends this rank: for who ends a process by other ways than Python's own (os._exit)."""
+    for comm in list(_live):
+        try:
+            comm.fail(failure_of(error, comm.ranks[comm.rank]))
+        except Exception as second:  # the process is dying: say so, and let it
+            print(f"zeroshard: could not tell the peers: {second}", file=sys.stderr)
+
+
+def _hook_failures() -> None:
+    """How this process ends is told to the peers before it does."""
+    if getattr(sys.excepthook, "_zeroshard", False):
+        return
+    previous = sys.excepthook
+
+    def hook(kind, error, trace) -> None:
+        announce(error)
+        previous(kind, error, trace)
+
+    global _hooked
+    hook._zeroshard = _hooked = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+    note_exits()
+    atexit.register(_close_all)
+    multiprocessing.util.Finalize(None, _close_all, exitpriority=0)  # its children end without atexit and excepthook
+
+
+def _close_all() -> None:
+    """The process ends: say how, and leave."""
+    for comm in list(_live):
+        failure = last_words(comm.ranks[comm.rank])
+        try:
+            if failure is not None:
+                comm.fail(failure)
+            comm.leave()
+        except Exception as error:
+            print(f"zeroshard: could not take leave of the peers: {error}", file=sys.stderr)
+    _live.clear()
+
+
+def _end_groups() -> None:
+    """Where this library was used over gloo, and the script ends without it: destroy the process groups.
+
+    A thread of gloo lets go of the tensors of the last collectives after their caller has gone on, and needs the
+    interpreter for it. If that is being finalized, Python ends the thread in the midst of a C++ destructor, and the
+    process aborts ("terminate called without an active exception"; seen with gdb: pt_gloo_runloop, ~AsyncWork,
+    decref_pyobject, take_gil, PyThread_exit_thread). Destroying a group waits for its threads, which may have the
+    interpreter meanwhile.
+    """
+    _by_group.clear()
+    if _hooked and dist.is_available() and dist.is_initialized():
+        if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
+            dist.destroy_process_group()
+
+
+atexit.register(_end_groups)  # registered with the first import, it runs after what was registered later
+
+
+def _forget_all() -> None:
+    global _hooked
+    _hooked = False
+    _live.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)  # a child that fails or ends is no rank that does

@@ -1,0 +1,113 @@
+"""How a rank ends, in words: what it tells its peers before it goes, and what they find out where it told nothing.
+
+    an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
+    a PeerFailed that it met  the rank that failed first, and what that said: no chain of victims
+    sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
+    SIGKILL, os._exit         nothing; its process's status is read    "rank 2 failed: its process was killed by ..."
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import SCRIPT_ENDED, PeerFailed
+
+GONE = "its process exited or was killed"
+_STATE, _EXIT_CODE = 0, 49  # fields of /proc/PID/stat behind the name of the command
+_left: list[Failure] = []  # how sys.exit was called last; rank _SELF: for a reason of this rank's own
+_SELF = -1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a group of ranks can not go on.
+
+    rank: of the world, the one that failed first. error: what all raise, if not PeerFailed.
+    """
+
+    rank: int
+    reason: str
+    error: Exception | None = None
+
+    def raised(self, waiting_for: str) -> Exception:
+        return self.error if self.error is not None else PeerFailed(self.rank, self.reason, waiting_for)
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """What rank `rank` tells of an error that ends it: its own failure, or the one of a peer from which it came."""
+    if isinstance(error, SystemExit):
+        return Failure(rank, left_by_exit(error.code))
+    cause: BaseException | None = error
+    seen: set[int] = set()
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, PeerFailed):
+            return Failure(cause.rank, cause.reason)
+        seen.add(id(cause))
+        cause = cause.__cause__ or cause.__context__
+    return Failure(rank, "".join(traceback.format_exception(error)).rstrip())
+
+
+def left_by_exit(status: Any) -> str:
+    """'left by sys.exit(3)'; with the exception that was being handled, if there was one."""
+    shown = repr(status) if isinstance(status, (int, str)) else "" if status is None else type(status).__name__
+    return f"left by sys.exit({shown})"
+
+
+def note_exits() -> None:
+    """From now on `sys.exit` notes how it is called: at exit nothing else tells."""
+    plain = sys.exit
+    if getattr(plain, "_zeroshard", False):
+        return
+
+    def exit(status: Any = None, /) -> None:
+        failure, handled = Failure(_SELF, left_by_exit(status)), sys.exc_info()[1]
+        if status not in (None, 0) and isinstance(handled, Exception):
+            cause = failure_of(handled, _SELF)
+            theirs = cause.rank != _SELF
+            failure = cause if theirs else Failure(_SELF, f"{failure.reason} while it handled this:\n{cause.reason}")
+        _left[:] = [failure]
+        plain(status)
+
+    exit._zeroshard = True  # type: ignore[attr-defined]
+    sys.exit = exit  # type: ignore[assignment]
+
+
+def last_words(rank: int) -> Failure | None:
+    """At exit: what this rank tells of it; None where its script has come to its end."""
+    raised = sys.exc_info()[1]  # multiprocessing ends its children inside of what they raised
+    if raised is not None:
+        return failure_of(raised, rank)
+    return next((Failure(rank, left.reason) if left.rank == _SELF else left for left in _left), None)
+
+
+def how_it_ended(pid: int, patience_s: float = 3.0) -> str:
+    """In words, of a process of this host that has closed its connections; GONE if its launcher has asked before."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return GONE
+        if fields[_STATE] in "ZX":
+            return _status(int(fields[_EXIT_CODE]))
+        time.sleep(0.005)
+    return "it closed its connections, and its process has not ended yet"
+
+
+def _status(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        code = os.WEXITSTATUS(status)
+        early = "" if code else f": {SCRIPT_ENDED}"
+        return f"its process ended with exit code {code}{early}"
+    number = os.WTERMSIG(status)
+    known = number in {each.value for each in signal.Signals}
+    name = signal.Signals(number).name if known else f"signal {number}"
+    hint = " (by hand, by a launcher, or for want of memory: see the kernel's log, dmesg)"
+    return f"its process was killed by {name}{hint if number == signal.SIGKILL else ''}"

@@ -1,0 +1,228 @@
+"""What a rank is doing, as it tells when a peer has waited too long for it: step, gather, collectives, Python stack.
+
+    training thread   notes each collective (an append to a short list) and what it waits for; it sends nothing
+    another thread    `Progress.report()`, only when a peer asks (`desk`): the notes, and the training thread's stack
+    who waits too long  `describe(reports)`: the sentence that its StallError carries, the same on every backend
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_LAST = 8  # collectives that a report names
+_DEEPEST = 40  # frames of a stack
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # where frames are not the user's
+_DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # frames that every call of a module has
+
+
+class Report(NamedTuple):
+    """What one rank says of itself: plain values."""
+
+    rank: int  # of the world
+    step: int  # that it is in, from 1
+    turn: int  # of its gathers in this step, from 1: that of where it stands, else the latest; 0: none so far
+    gather: str  # the label of that one
+    last: tuple[str, ...]  # collectives, the latest last
+    waiting: str  # for what, or "": it computes or sleeps
+    missing: tuple[int, ...]  # for whom, where that is known
+    module: str  # whose forward runs
+    function: str  # "name (file:line)": the innermost call outside of torch and this library
+    stack: str
+
+
+class Progress:
+    """The notes of one rank. `models`: whose modules a stack is read by."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.step, self.waiting = 1, ""
+        self._missing: Callable[[], list[int]] | None = None
+        self.gathers = 0  # begun in this step
+        self.turns: dict[str, int] = {}  # label -> the number of its latest gather in this step
+        self.last: deque[str] = deque(maxlen=_LAST)
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._home = self._acting = threading.get_ident()
+
+    def note(self, label: str) -> None:
+        """A collective begins."""
+        self.last.append(label)
+        self._acting = threading.get_ident()  # backward on a GPU has threads of its own
+
+    def note_gather(self, label: str) -> None:
+        """A gather begins."""
+        self.note(label)
+        self.gathers += 1
+        self.turns[label] = self.gathers
+
+    def step_over(self, steps: int) -> None:
+        """`steps` steps of a model are done."""
+        self.step, self.gathers = steps + 1, 0
+        self.turns.clear()
+
+    def wait(self, label: str, missing: Callable[[], list[int]] | None = None) -> None:
+        """This rank begins to wait for peers. missing: tells for which."""
+        self.waiting, self._missing = label, missing
+
+    def awake(self) -> None:
+        """It waits no longer."""
+        self.waiting, self._missing = "", None
+
+    def report(self) -> Report:
+        """What this rank does now; from any thread."""
+        running = sys._current_frames()
+        idents = [ident for ident in dict.fromkeys((self._home, self._acting)) if ident in running]
+        frames = [_frames(running[ident]) for ident in idents]
+        shown = [_stack(each) for each in frames]
+        waiting, module = self.waiting, next(filter(None, map(self._module, frames)), "")
+        turn, gather = self._gather_at(waiting, module)
+        missing = self._missing
+        whom = tuple(missing()) if missing is not None else ()
+        return Report(
+            self.rank, self.step, turn, gather, tuple(self.last), waiting, whom, module,
+            next(filter(None, map(_function, frames)), ""),
+            "".join(shown[:1] + [f"  (and in the thread of autograd)\n{stack}" for stack in shown[1:]]),
+        )  # fmt: skip
+
+    def _gather_at(self, waiting: str, module: str) -> tuple[int, str]:
+        """Number and label of the gather that is waited for, of the one that brought the module, or of the latest."""
+        turns = dict(self.turns)
+        if waiting in turns:
+            return turns[waiting], waiting
+        around = [label for label in turns if not waiting and f"{module}.".startswith(f"{_unit(label)}.")]
+        label = max(around, key=len, default=max(turns, key=lambda label: turns[label], default=""))
+        return turns.get(label, 0), label
+
+    def _module(self, frames: list[FrameType]) -> str:
+        """The name of the innermost module in whose forward the thread is, in its model; "": in none."""
+        for frame in frames:
+            module = frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                return self._name(module)
+        return ""
+
+    def _name(self, module: nn.Module) -> str:
+        with contextlib.suppress(RuntimeError):  # the model is being changed by its own thread
+            for model in list(self.models):
+                for name, each in model.named_modules(remove_duplicate=False):
+                    if each is module:
+                        return name or type(module).__name__
+        return type(module).__name__
+
+
+def _frames(frame: FrameType | None) -> list[FrameType]:
+    """From the innermost outwards."""
+    found: list[FrameType] = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def _function(frames: list[FrameType]) -> str:
+    for frame in frames:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_OWN, "<")):
+            return f"{frame.f_code.co_name} ({Path(path).name}:{frame.f_lineno})"
+    return ""
+
+
+def _stack(frames: list[FrameType]) -> str:
+    shown = [frame for frame in frames if frame.f_code.co_filename not in _DULL][:_DEEPEST]
+    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in reversed(shown))
+    return "".join(summary.format())
+
+
+# -- the sentence --------------------------------------------------------------------------------------------
+
+
+def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) -> str:
+    """Who lags, where everybody stands, and what the ranks did last.
+
+    reports: world rank -> its report, or why there is none. hint: a sentence for the user.
+    """
+    told = {rank: report for rank, report in sorted(reports.items()) if isinstance(report, Report)}
+    steps = {report.step for report in told.values()}
+    one = len(steps) == 1
+
+    def place(rank: int) -> str:
+        return _place(told[rank]) + ("" if one else f" in step {told[rank].step}")
+
+    busy = [rank for rank in told if not told[rank].waiting]
+    waiting = [rank for rank in told if told[rank].waiting]
+    places = [f"{_ranks(each)} {_verb(text, each)}" for some in (busy, waiting) for text, each in _alike(some, place)]
+    places[:0] = [f"rank {rank} {report}" for rank, report in sorted(reports.items()) if isinstance(report, str)]
+    head = f"no progress for {waited_s:.0f} s: " + "; ".join(places) + (f"; step {next(iter(steps))}" if one else "")
+    last = [f"{_ranks(each)}: {text}" for text, each in _alike(list(told), lambda rank: _collectives(told[rank]))]
+    parts = [f"{head}. {hint} Last collectives: {'; '.join(last)}."]
+    for rank in busy:
+        parts.append(f"The Python stack of rank {rank}, which computes or sleeps:\n{told[rank].stack.rstrip()}\n")
+    return "\n".join(parts)
+
+
+def places_of(reports: Mapping[int, Report | str]) -> dict[int, str]:
+    """Where the ranks are that wait, or are inside a forward (see `base.misuse`)."""
+    told = {rank: report for rank, report in reports.items() if isinstance(report, Report)}
+    places = {rank: each.waiting or (f"forward of {each.module}" if each.module else "") for rank, each in told.items()}
+    return {rank: place for rank, place in places.items() if place}
+
+
+def _place(report: Report) -> str:
+    """'waits at `layers.7` (gather #40)', or 'computes or sleeps in `layers.8` (...)'."""
+    unit, place = _unit(report.gather), _unit(report.waiting) if report.waiting else report.module
+    number = f"gather #{report.turn}" if report.turn else "no gather so far"
+    number += f": `{unit}`" if report.turn and unit != place else ""
+    if not report.waiting:
+        where = f" in `{report.module}`" if report.module else ""
+        return f"computes or sleeps{where}{f', in {report.function}' if report.function else ''} ({number})"
+    quoted = f"`{place}`" if report.waiting == report.gather else f"'{place}'"
+    return f"waits at {quoted} ({number}){f' for {_ranks(report.missing)}' if report.missing else ''}"
+
+
+def _collectives(report: Report) -> str:
+    return ", ".join(report.last) if report.last else "none"
+
+
+def _unit(label: str) -> str:
+    """'layers.7' of the label 'gather layers.7 (torch.float32)'."""
+    return label.removeprefix("gather ").rpartition(" (torch.")[0] or label
+
+
+def _alike(ranks: list[int], text: Callable[[int], str]) -> list[tuple[str, list[int]]]:
+    """Ranks of which the same is to be said, together."""
+    found: dict[str, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(text(rank), []).append(rank)
+    return list(found.items())
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _verb(text: str, ranks: list[int]) -> str:
+    """'wait at ...' of several."""
+    if len(ranks) == 1:
+        return text
+    return text.replace("computes or sleeps", "compute or sleep", 1).replace("waits", "wait", 1)
+
+
+def as_plain(report: Report) -> tuple[Any, ...]:
+    """What `codec` sends."""
+    return tuple(report)
+
+
+def from_plain(values: Any) -> Report:
+    """The inverse. Raises TypeError or ValueError for what is no report."""
+    return Report(*values)

@@ -1,0 +1,268 @@
+"""DistComm: collectives over a torch.distributed process group, for ranks that do not share a host or run on GPUs.
+
+Gloo: one hop, every rank sends each peer its slice directly (isend/irecv with tags), since gloo's own rings are
+2-3 times slower on few ranks (docs/log.md). NCCL: all-gather and all-to-all, followed by a sum in fp32 in rank order
+(ZeRO++ calls this the skeleton of qgZ); NCCL's stream is ordered by the Work objects of c10d.
+
+Control messages (`exchange`) go through a gloo group on the host, so they never wait for a GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import math
+import struct
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
+from ..utils import torch_compat
+from .base import Comm, Region, Work, misuse, nonfinite_ranks, operation, sum_in_rank_order
+from .diagnosis import judge
+from .failure import Failure
+from .status_server import Desk, ProcessDesk
+from .streams import Streams, streams_for
+
+_FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
+
+
+class _DistWork(Work):
+    """c10d works (their tensors are kept alive until they are waited for)."""
+
+    def __init__(self, comm: DistComm, works: list, label: str) -> None:
+        self.comm, self.works, self.label = comm, works, label
+
+    def wait(self) -> None:
+        works, self.works = self.works, []
+        with self.comm.explained(self.label):
+            for work in works:
+                work.wait()
+
+    def drained(self) -> bool:
+        return not self.works
+
+
+class _Sum(_DistWork):
+    """c10d works that bring every rank's slice, then the sum of the slices.
+
+    `compute` holds what was received, as large as the whole buffer, and is let go with it: a work is kept until its source
+    is used again, and is a part of a cycle besides.
+    """
+
+    def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], float | None]) -> None:
+        super().__init__(comm, works, label)
+        self.compute: Callable[[], float | None] | None = compute
+        self.ticket: Any = None
+        self.transfer: Future | None = None
+        if comm.ordered:  # these wait on streams, not on the host: the sum can be put in line at once
+            self.square_sum, self.ticket = comm.streams.run_beside(self._transfer_and_sum)
+        else:  # gloo's works can not be asked whether they are done: a thread waits for them
+            self.transfer = comm.waiter.submit(_wait_all, works)
+
+    def _transfer_and_sum(self) -> float | None:
+        super().wait()
+        return self._sum()
+
+    def _sum(self) -> float | None:
+        compute, self.compute = self.compute, None
+        assert compute is not None
+        return compute()
+
+    def wait(self) -> None:
+        if self.transfer is not None:
+            transfer, self.transfer = self.transfer, None
+            with self.comm.explained(self.label):
+                transfer.result()
+            self.works = []
+            self.square_sum = self._sum()
+        if self.ticket is not None:
+            self.comm.streams.join(self.ticket)
+            self.ticket = None
+
+    def drained(self) -> bool:
+        if self.transfer is not None and self.transfer.done():
+            self.wait()
+        return self.transfer is None and self.ticket is None
+
+
+def _wait_all(works: list) -> None:
+    for work in works:
+        work.wait()
+
+
+class _Explained:
+    """Turns errors of c10d into this library's: what the failed peer said, who is gone, or who is where (`verdict`)."""
+
+    def __init__(self, comm: DistComm, label: str) -> None:
+        self.comm, self.label = comm, label
+
+    def __enter__(self) -> None:
+        if self.comm.desk.told is not None:
+            raise self._known(self.comm.desk.told)
+        self.comm.progress.wait(self.label)
+
+    def __exit__(self, kind, error, trace) -> None:
+        if not isinstance(error, RuntimeError):
+            self.comm.progress.awake()
+        if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
+            return
+        failure = judge(self.comm, self.label, error)
+        if failure is not None:
+            self.comm.fail(failure)
+            raise self._known(failure) from None  # c10d's words are those of any broken connection
+
+    def _known(self, failure: Failure) -> Exception:
+        self.comm.failure = self.comm.failure or failure.error
+        return failure.raised(self.comm.place(self.label))
+
+
+def talking_device(device: torch.device) -> torch.device:
+    """Where ranks exchange what they say of tensors on `device`: on the current GPU, if their group sends from there alone."""
+    if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
+        return device
+    on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
+    return device if on_host else torch.device("cuda", torch.cuda.current_device())
+
+
+def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """The backend through which a group moves what lies on a device. Raises ConfigError where it has none."""
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    found = pairs.get(device.type)
+    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives on the host alone
+        other = "nccl" if device.type == "cuda" else "gloo"
+        raise ConfigError(
+            f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
+            f"there: init_process_group({other!r}), or move the model before zs.shard()."
+        )
+    return found
+
+
+class DistComm(Comm):
+    """A torch.distributed group (gloo or nccl)."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
+        ordered: bool | None = None, streams: Streams | None = None,
+    ) -> None:  # fmt: skip
+        """ordered, streams: default to what the backend and the device need; tests give others."""
+        self.group = group
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.device, self.stall_timeout_s = device, stall_timeout_s
+        self.backend = backend_for(device, group)
+        self.ordered = self.backend != "gloo" if ordered is None else ordered
+        self.waits_on_host = self.backend == "gloo"
+        self.streams = streams or streams_for(device)
+        self.waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroshard-gloo")
+        self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
+        self.desk = Desk()
+        timeout = datetime.timedelta(seconds=stall_timeout_s)
+        # a group of its own: its messages never mix with those of the user's collectives
+        local = group is not None  # a subgroup: ranks outside of it are not here to take part
+        make = functools.partial(dist.new_group, self._ranks, timeout, "gloo", use_local_synchronization=local)
+        self._control = make()
+        self._data = make() if self.backend == "gloo" else group
+        if self.world_size > 1:
+            self.desk = ProcessDesk.among(self, on_this_host=False)
+
+    @property
+    def ranks(self) -> list[int]:
+        return self._ranks
+
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        mine = source.shards[self.rank]
+        assert mine is not None
+        self.progress.note_gather(label)
+        with self.explained(label):
+            if self.ordered:
+                return _DistWork(self, [torch_compat.all_gather_single(full, mine, group=self._data, async_op=True)], label)
+            rows = full.view(self.world_size, -1)
+            # even: gathers. By region, so that ranks in different units never mix them up
+            number = 2 * (source.number if tag is None else tag)
+            works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+            works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
+        if rows[self.rank].data_ptr() != mine.data_ptr():
+            rows[self.rank].copy_(mine)
+        return _DistWork(self, works, label)
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        rows = source.tensor.view(self.world_size, -1)
+        received = torch.empty_like(source.tensor).view(self.world_size, -1)
+        self.progress.note(label)
+        with self.explained(label):
+            if self.ordered:
+                works = [dist.all_to_all_single(received, rows, group=self._data, async_op=True)]
+                received.record_stream(self.streams.side) if received.is_cuda else None
+                parts = list(received.unbind(0))
+            else:
+                number = 2 * tag + 1  # odd: reductions
+                works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
+
+        def compute() -> float | None:
+            total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            if total is not None and not math.isfinite(total):
+                work.culprits = nonfinite_ranks(parts, out)
+            return total
+
+        work = _Sum(self, works, label, compute)
+        return work
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.world_size) if peer != self.rank]
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        name = label.encode()
+        body = struct.pack("<II", len(name), len(payload)) + name + payload
+        self.progress.note(label)
+        with self.explained(label):
+            frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES)
+            sizes = [8 + sum(struct.unpack_from("<II", frame)) for frame in frames]
+            if max(sizes) > _FRAME_NBYTES:
+                frames = self._all_gather_bytes(body, max(sizes))
+        return self._unpack(frames)
+
+    def _unpack(self, frames: list[bytes]) -> list[bytes]:
+        labels, results = [], []
+        for frame in frames:
+            name_len, length = struct.unpack_from("<II", frame)
+            labels.append(frame[8 : 8 + name_len].decode())
+            results.append(frame[8 + name_len : 8 + name_len + length])
+        if len(set(map(operation, labels))) > 1:
+            places = "; ".join(f"rank {rank}: {at}" for rank, at in enumerate(labels))
+            hint = misuse(dict(enumerate(labels)), self.world_size)
+            raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
+        return results
+
+    def _all_gather_bytes(self, body: bytes, nbytes: int) -> list[bytes]:
+        mine = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine, group=self._control)
+        return [part.numpy().tobytes() for part in everyone]
+
+    def leave(self) -> None:
+        self.group = self._control = self._data = None  # that nothing here keeps them from ending
+
+    # -- failures --------------------------------------------------------------------------------------------
+
+    def explained(self, label: str) -> _Explained:
+        """Context in which errors of c10d are translated."""
+        return _Explained(self, label)
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure.error
+        if self.desk.told is None:  # else all know the first reason, the cause of later ones
+            self.desk.told = failure
+            self.desk.tell(self._peers(), failure)
+
+    def close(self) -> None:
+        self.desk.close()

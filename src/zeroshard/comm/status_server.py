@@ -1,0 +1,228 @@
+"""The desk of a rank: peers ask it what the rank does, and tell it that they have failed.
+
+Processes have a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
+(so it is no watchdog), and needs no signal. Ranks that wait too long, or whose connection broke, ask; one that fails
+tells. A peer proves with HMAC that it knows the desk's secret, and the desk that it does: addresses and secrets go over
+the group. Plain data alone is read (`codec`).
+
+    asker                                    desk
+    number c               -------------->
+                           <--------------   number d, HMAC(secret, "desk", c, d)
+    HMAC(secret, "peer", c, d), request -->
+                           <--------------   answer
+
+The listener dies with its process, so a connection that is refused tells that a rank is gone, and no timeout has to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..errors import MalformedMessage
+from ..utils.host import host_identity, ranks_here
+from .codec import decode, encode, exchange_values
+from .failure import GONE, Failure, how_it_ended
+from .flight_recorder import Progress, Report, as_plain, from_plain
+
+_NUMBER_NBYTES = _PROOF_NBYTES = 32
+_LENGTH = struct.Struct("<I")
+_MOST_NBYTES = 1 << 24  # of a request or an answer
+_PATIENCE_S = 2.0  # for one conversation
+_TELLING_S = 10.0  # for telling all peers
+_AT_A_TIME = 16  # peers that are asked
+SILENT = "does not answer: its process is stopped, or native code holds Python's lock"
+
+Answers = dict[int, Report | str]  # peer -> what it does, or why that is not known: GONE, SILENT
+
+
+class Desk:
+    """Of a rank that is alone, or has not met its peers: nobody can be asked. told: what a peer has said of its end."""
+
+    told: Failure | None = None
+
+    def ask(self, peers: Collection[int]) -> Answers:
+        """What peers do now, by their own account; of some nothing may be known."""
+        return {}
+
+    def tell(self, peers: Collection[int], failure: Failure) -> None:
+        """Tell peers why the group can not go on; those that are gone need not know."""
+
+    def how_it_ended(self, peer: int) -> str:
+        """In words, of a peer that is gone."""
+        return GONE
+
+    def close(self) -> None:
+        """Nobody can ask any more."""
+
+
+class ThreadDesk(Desk):
+    """Of ranks that are threads of one process: notes lie open."""
+
+    def __init__(self, boards: dict[int, Progress], progress: Progress) -> None:
+        self._boards = boards
+        boards[progress.rank] = progress
+
+    def ask(self, peers: Collection[int]) -> Answers:
+        return {peer: self._boards[peer].report() for peer in peers if peer in self._boards}
+
+
+class ProcessDesk(Desk):
+    """Of one process in a group."""
+
+    @classmethod
+    def among(cls, comm: Any, on_this_host: bool) -> ProcessDesk:
+        """The desk of this rank of a Comm, which knows those of the others (collective)."""
+        desk = cls(comm.progress, on_this_host)
+        desk._places = exchange_values(comm, desk.place, "zeroshard: desks")
+        return desk
+
+    def __init__(self, progress: Progress, on_this_host: bool) -> None:
+        address = "127.0.0.1" if on_this_host else _own_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
+        self._secret = secrets.token_bytes(32)
+        self._places: list[tuple] = []
+        self.place = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity())
+        # weakly: a group that is dropped ends its thread
+        serve = threading.Thread(
+            target=_serve, args=(self._listener, self._secret, progress, weakref.WeakMethod(self._hear)),
+            name="zeroshard-desk", daemon=True,
+        )  # fmt: skip
+        serve.start()
+        self._end = weakref.finalize(self, _close, self._listener, serve)
+        self._end.atexit = False  # the kernel closes it, when the process has ended and its status can be read
+        _open.add(self)
+
+    def ask(self, peers: Collection[int]) -> Answers:
+        if not peers:
+            return {}
+        with ThreadPoolExecutor(min(_AT_A_TIME, len(peers)), thread_name_prefix="zeroshard-ask") as pool:
+            return dict(zip(peers, pool.map(lambda peer: self._call(peer, ("ask",), from_plain), peers), strict=True))
+
+    def tell(self, peers: Collection[int], failure: Failure) -> None:
+        deadline = time.monotonic() + _TELLING_S
+        for peer in peers:  # no threads: at exit Python starts none
+            if time.monotonic() < deadline:
+                self._call(peer, ("failed", failure.rank, failure.reason, failure.error), str)
+
+    def how_it_ended(self, peer: int) -> str:
+        pid, host = self._places[peer][3:5]
+        return how_it_ended(pid) if host == self.place[4] else GONE
+
+    def close(self) -> None:
+        self._end()
+
+    def leave_to_parent(self) -> None:
+        """In a child that was forked: peers must not find this desk open when the rank is gone."""
+        self._end.detach()
+        self._listener.close()
+
+    def _hear(self, failure: Failure) -> None:
+        self.told = self.told or failure  # the first is the cause of later ones
+
+    def _call(self, peer: int, request: tuple, read: Callable[[Any], Any]) -> Any:
+        address, port, secret = self._places[peer][:3]
+        try:
+            with socket.create_connection((address, port), _PATIENCE_S) as sock:
+                mine = secrets.token_bytes(_NUMBER_NBYTES)
+                sock.sendall(mine)
+                theirs = _receive(sock, _NUMBER_NBYTES)
+                if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(secret, "desk", mine, theirs)):
+                    return GONE  # another process has its port now
+                data = encode(request)
+                sock.sendall(_prove(secret, "peer", mine, theirs) + _LENGTH.pack(len(data)) + data)
+                return read(decode(_receive_framed(sock)))
+        except (ConnectionError, EOFError):
+            return GONE
+        except (OSError, MalformedMessage, TypeError):
+            return SILENT
+
+
+def _serve(listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
+    """The desk's thread: one conversation after another."""
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return  # closed
+        with sock, contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # a stranger; who is gone
+            sock.settimeout(_PATIENCE_S)
+            theirs, mine = _receive(sock, _NUMBER_NBYTES), secrets.token_bytes(_NUMBER_NBYTES)
+            sock.sendall(mine + _prove(secret, "desk", theirs, mine))
+            if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(secret, "peer", theirs, mine)):
+                continue
+            data = encode(_answer(decode(_receive_framed(sock)), progress, hear()))
+            sock.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _answer(request: tuple, progress: Progress, hear: Callable[[Failure], None] | None) -> Any:
+    if request[0] == "failed" and hear is not None:
+        hear(Failure(*request[1:]))
+        return "heard"
+    return as_plain(progress.report())
+
+
+def _prove(secret: bytes, role: str, asker: bytes, desk: bytes) -> bytes:
+    return hmac.digest(secret, b"zeroshard " + role.encode() + asker + desk, "sha256")
+
+
+def _receive(sock: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        part = sock.recv(nbytes - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
+def _receive_framed(sock: socket.socket) -> bytes:
+    (nbytes,) = _LENGTH.unpack(_receive(sock, _LENGTH.size))
+    if nbytes > _MOST_NBYTES:
+        raise MalformedMessage(f"a message of {nbytes} bytes at a desk")
+    return _receive(sock, nbytes)
+
+
+def _close(listener: socket.socket, thread: threading.Thread) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which closing does not
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_S)
+    listener.close()
+
+
+def _own_address() -> str:
+    """This host's address on the way to the others: the one from which the group's master is reached."""
+    master = os.environ.get("MASTER_ADDR", "")
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(master or None, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(target)  # sends nothing: the kernel chooses the way
+            address = sock.getsockname()[0]
+        several = ranks_here(0) < int(os.environ.get("WORLD_SIZE", "0"))
+        if not (several and address.startswith(("127.", "::1"))):
+            return address
+    return socket.gethostbyname(socket.gethostname())
+
+
+_open: weakref.WeakSet[ProcessDesk] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for desk in list(_open):
+        desk.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

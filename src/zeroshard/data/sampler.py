@@ -1,0 +1,166 @@
+"""A sampler whose position survives a restart at another number of ranks.
+
+    order of an epoch     i0 i1 i2 i3 i4 i5 i6 i7 ...         a permutation drawn from (seed, epoch)
+    2 ranks, from 4 on                0  1  0  1              samples go round the ranks
+    3 ranks, from 4 on                0  1  2  0
+
+What has been consumed is a prefix of that order, whoever read it, so one number is the position of all ranks. Only `follow`
+sees what was consumed: the workers of a loader draw ahead, to the end of the epoch and no further. So a loop that is not followed
+has no position to save.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Iterator
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ..comm import backend_select
+from ..errors import ConfigError
+
+_POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
+
+
+class ShardedSampler(Sampler[int]):
+    """Indices of a data set, shared out over the data-parallel ranks.
+
+        sampler = zs.ShardedSampler(len(dataset), seed=0)
+        loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
+        for epoch in range(sampler.epoch, 3):
+            for batch in sampler.follow(loader):        # counts what the loop was given, whatever workers draw ahead
+                ...
+                zs.save(path, model, optimizer, extra={"sampler": sampler})
+
+    Args:
+        numel: samples of the data set.
+        seed, shuffle: of the order. Without shuffle it is 0, 1, 2, ...
+        drop_last: leave out the samples that do not go round evenly; else the first ones of the epoch come again, so that
+            all ranks get equally many.
+        rank, world_size: None: those of the process group.
+
+    Attributes:
+        epoch: the current one. samples: of it that all ranks together have consumed (without `follow`: have drawn).
+    """
+
+    def __init__(
+        self, numel: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False, rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:  # fmt: skip
+        for name, value in (("numel", numel), ("seed", seed), ("rank", rank), ("world_size", world_size)):
+            whole = isinstance(value, Integral) and not isinstance(value, bool)
+            if not whole and not (value is None and name in ("rank", "world_size")):
+                raise ConfigError(f"zs.ShardedSampler: {name}: expected a whole number, got {value!r}.")
+        if numel < 1:
+            raise ConfigError(f"zs.ShardedSampler: numel: expected at least one sample, got {numel}.")
+        if (rank is None) != (world_size is None):
+            raise ConfigError("zs.ShardedSampler: give both rank and world_size, or neither.")
+        if rank is None or world_size is None:
+            rank, world_size = backend_select.rank_and_size()
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"zs.ShardedSampler: expected 0 <= rank < world_size, got {rank} of {world_size}.")
+        self.numel, self.seed, self.shuffle, self.drop_last = numel, seed, shuffle, drop_last
+        self.rank, self.world_size = rank, world_size
+        self.epoch = self.samples = 0
+        self._loop: object | None = None  # the one that is followed
+        self._drawn = False  # by a loop that is not followed: what of it was consumed nobody knows
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.numel))
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+        return torch.randperm(self.numel, generator=generator, device="cpu").tolist()
+
+    def __len__(self) -> int:
+        """Samples that are left of the epoch for this rank."""
+        left = max(self.numel - self.samples, 0)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        order, begin, count, followed = self._order(), self.samples, len(self), self._loop is not None
+        self._drawn = self._drawn or not followed
+        for number in range(count):
+            yield order[(begin + number * self.world_size + self.rank) % self.numel]
+            followed = followed or self._loop is not None  # begun since, on an iterator that draws ahead
+            if not followed:
+                self.samples = min(begin + (number + 1) * self.world_size, self.numel)
+        if not followed:
+            self._end_epoch()
+
+    def follow(self, loader: Iterable[Any], batch_size: int | None = None) -> Iterator[Any]:
+        """The batches of a loader that draws from this sampler, counted as they are handed out.
+
+        batch_size: samples of a batch on this rank; None: the loader's.
+
+        Where another loop is begun before this one has ended, or a position is loaded, to go on with this one raises ConfigError.
+        """
+        batch_size = batch_size if batch_size is not None else getattr(loader, "batch_size", None)
+        if not batch_size:
+            raise ConfigError("zs.ShardedSampler.follow: the loader has no batch_size: give it.")
+        if self._drawn and isinstance(loader, Iterator):
+            raise ConfigError(
+                "zs.ShardedSampler.follow: expected a loader, got an iterator, and the sampler has been drawn from: how much of that "
+                "the iterator still has nobody knows. Give it the loader itself."
+            )
+        loop = self._loop = object()
+        self._drawn = self._drawn and self.samples > 0
+        try:
+            for batch in loader:
+                self._check_loop(loop)
+                self.samples = min(self.samples + batch_size * self.world_size, self.numel)
+                yield batch
+            self._check_loop(loop)
+            self._end_epoch()
+            self._drawn = False
+        finally:
+            if self._loop is loop:
+                self._loop = None
+
+    def _check_loop(self, loop: object) -> None:
+        if self._loop is not loop:
+            raise ConfigError(
+                "zs.ShardedSampler: since this loop over sampler.follow(loader) was begun, another one was, or a position has been "
+                "loaded: what this one still has would not be counted. Begin a new one."
+            )
+
+    def _end_epoch(self) -> None:
+        self.epoch, self.samples = self.epoch + 1, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, as with torch's DistributedSampler; the current one goes on where it is."""
+        epoch = operator.index(epoch)  # NumPy's are none of Python's
+        if epoch != self.epoch:
+            self.epoch, self.samples, self._drawn = epoch, 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the same on every rank. Raises ConfigError behind a loop that was not followed."""
+        if self._drawn:
+            raise ConfigError(
+                "zs.ShardedSampler: expected a loop over sampler.follow(loader): a loader's workers draw ahead, so a run that "
+                "goes on from what was drawn would lose or repeat samples. Follow the loader, or save without the sampler."
+            )
+        return {name: getattr(self, name) for name in _POSITION}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError where a position is one of another data set or order. `zs.load` asks before it changes anything."""
+        if not isinstance(state, dict) or not set(_POSITION) <= state.keys():
+            raise ConfigError(f"zs.ShardedSampler: expected a position with {', '.join(_POSITION)}, got {state!r}.")
+        for name in ("numel", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise ConfigError(
+                    f"zs.ShardedSampler: {name}: the saved position is of {state[name]!r}, this sampler has {getattr(self, name)!r}: "
+                    "samples would be lost or repeated."
+                )
+        for name, most in (("epoch", sys.maxsize), ("samples", self.numel)):
+            if not isinstance(state[name], Integral) or not 0 <= state[name] <= most:
+                raise ConfigError(f"zs.ShardedSampler: {name}: expected 0 to {most}, got {state[name]!r}.")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a position. Raises ConfigError where it is one of another data set or order."""
+        self.check_state_dict(state)
+        self.epoch, self.samples = int(state["epoch"]), int(state["samples"])
+        self._drawn, self._loop = False, None

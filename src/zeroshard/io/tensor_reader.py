@@ -1,0 +1,228 @@
+"""Tensors in files: any flat range of one can be read, wherever its elements lie.
+
+    parts(start, out)   where those elements lie, as ranges of contiguous tensors, and what part of `out` each fills
+    read(start, out)    the same, from the files and at once
+
+Whoever reads many tensors together, or has read them before (checkpoint/bulk_reader.py), goes by the parts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..tensor.chunks import Box
+from ..tensor.tiled_parameter import Part
+from .aligned import bytes_of
+
+CHUNK_NBYTES = 16 << 20  # bytes read or written, and converted, at a time
+_COMPARED_NUMEL = 1 << 20  # elements compared at a time
+Stretch = tuple[Any, int, Tensor]  # what can `fill`, the first of its elements, the part of `out` that they fill
+
+
+class Bulk(Protocol):
+    """Takes reads over, to carry them out together (checkpoint/bulk_reader.py)."""
+
+    def add(self, stored: Any, start: int, out: Tensor) -> None:
+        """Elements [start, start + n) of a stored tensor are to be put into `out` (n,)."""
+
+
+class Stored:
+    """A tensor that is stored somewhere, in whatever pieces."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that there are."""
+        return math.prod(self.shape)
+
+    def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Where elements [start, start + n) of the flattened tensor, for `out` (n,), are.
+
+        Raises OSError where it has no such elements: what lies behind them in a file is another tensor's.
+        """
+        stop = start + out.numel()
+        if not 0 <= start <= stop <= self.numel:
+            where = f"{path}: " if (path := getattr(self, "path", None)) else ""
+            raise OSError(f"{where}expected elements {start} to {stop} of a tensor, it has {self.numel}")
+        yield from self._parts(start, out)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Of elements that are there."""
+        yield self, start, out
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with elements as `parts` counts them, converted to its dtype: of what `parts` gives alone."""
+        raise NotImplementedError
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n) of the flattened tensor, converted to its dtype. Raises OSError."""
+        for at, first, place in self.parts(start, out):
+            at.fill(first, place)
+
+    def cut(self, part: Part | None) -> Stored:
+        """A part of it (rows, or columns of a matrix) as a tensor of its own."""
+        return self if part is None else StoredPart(self, part)
+
+
+@dataclass(frozen=True)
+class StoredTensor(Stored):
+    """Where a tensor lies in a file: bytes [offset, offset + nbytes)."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements that there are in the file, whatever the shape."""
+        return self.nbytes // self.dtype.itemsize
+
+    def fill(self, start: int, out: Tensor) -> None:
+        """`out` (n,) with what lies from `start` elements behind `offset` on. Raises OSError."""
+        step = max(CHUNK_NBYTES // self.dtype.itemsize, 1)
+        with open(self.path, "rb", buffering=0) as file:
+            for begin in range(0, out.numel(), step):
+                part = out[begin : begin + step]
+                direct = part.dtype == self.dtype and part.device.type == "cpu" and part.is_contiguous()
+                values = part if direct else torch.empty(part.numel(), dtype=self.dtype, device="cpu")
+                self._read(file, start + begin, bytes_of(values))
+                if not direct:
+                    part.copy_(values)
+
+    def _read(self, file: Any, start: int, raw: memoryview) -> None:
+        at = self.offset + start * self.dtype.itemsize
+        while raw:
+            got = os.preadv(file.fileno(), [raw], at)
+            if got == 0:
+                raise OSError(f"{self.path}: expected {len(raw)} more bytes at {at}, got none: truncated file")
+            raw, at = raw[got:], at + got
+
+    def write(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
+        values = source.to(self.dtype).contiguous()
+        raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
+        with open(self.path, "r+b", buffering=0) as file:
+            while raw:
+                count = os.pwrite(file.fileno(), raw, offset)
+                raw, offset = raw[count:], offset + count
+
+    def cut(self, part: Part | None) -> StoredTensor:
+        """Where a part of this tensor (rows, or columns of a matrix) lies."""
+        if part is None:
+            return self
+        shape = tuple(part.stop - part.start if dim == part.dim else extent for dim, extent in enumerate(self.shape))
+        nbytes, row_nbytes = math.prod(shape) * self.dtype.itemsize, self.nbytes // max(self.shape[0], 1)
+        if part.dim == 0:
+            return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, shape)
+        offset = self.offset + part.start * self.dtype.itemsize
+        return StoredColumns(self.path, offset, nbytes, self.dtype, shape, self.shape[1])
+
+
+@dataclass(frozen=True)
+class StoredColumns(StoredTensor):
+    """Columns of a stored matrix, of which two rows begin `pitch` elements apart."""
+
+    pitch: int
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Row by row."""
+        done = 0
+        while done < out.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, out.numel())
+            yield self, row * self.pitch + column, out[done:stop]
+            done = stop
+
+    def write(self, start: int, source: Tensor) -> None:
+        """As of a whole tensor of this shape, row by row."""
+        done = 0
+        while done < source.numel():
+            row, column = divmod(start + done, self.shape[1])
+            stop = min(done + self.shape[1] - column, source.numel())
+            StoredTensor.write(self, row * self.pitch + column, source[done:stop])
+            done = stop
+
+
+@dataclass(frozen=True)
+class StoredBoxes(Stored):
+    """A tensor in boxes. stretches: (first element in the flattened tensor, in the box, count, box), in order."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stretches: list[tuple[int, int, int, StoredTensor]]
+    starts: list[int] = field(repr=False)
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, StoredTensor]]) -> StoredBoxes:
+        """From where each box is stored."""
+        stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
+        stretches.sort(key=lambda stretch: stretch[0])
+        return cls(dtype, tuple(shape), stretches, [stretch[0] for stretch in stretches])
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """Of each box that has some of them. Raises OSError where elements are in none."""
+        done, number = 0, max(bisect_right(self.starts, start) - 1, 0)
+        while done < out.numel():
+            if number == len(self.stretches):
+                raise OSError(f"elements from {start + done} on are missing")
+            at, within, count, stored = self.stretches[number]
+            skip = start + done - at
+            part = min(count - skip, out.numel() - done)
+            if skip < 0 or part <= 0:
+                raise OSError(f"elements from {start + done} on are missing")
+            yield from stored.parts(within + skip, out[done : done + part])
+            done, number = done + part, number + 1
+
+
+@dataclass(frozen=True)
+class StoredPart(Stored):
+    """Rows, or columns of a matrix, of a stored tensor."""
+
+    whole: Stored
+    part: Part
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.whole.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        extent = self.part.stop - self.part.start
+        return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        """As of a whole tensor of this shape."""
+        stop = start + out.numel()
+        box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
+        for at, within, count in box.rows(self.whole.shape):
+            first, last = max(within, start), min(within + count, stop)
+            if first < last:
+                yield from self.whole.parts(at + first - within, out[first - start : last - start])
+
+
+def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
+    """Whether two stored tensors have other values, in one rank's part of them. Of another shape: that is told elsewhere."""
+    if one is other or one == other or one.shape != other.shape:
+        return False
+    numel = math.prod(one.shape)
+    for start in range(numel * rank // ranks, numel * (rank + 1) // ranks, _COMPARED_NUMEL):
+        count = min(_COMPARED_NUMEL, numel * (rank + 1) // ranks - start)
+        values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
+        one.read(start, values[0])
+        other.read(start, values[1])
+        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # no number is equal to NaN
+            return True
+    return False

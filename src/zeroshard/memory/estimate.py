@@ -1,0 +1,203 @@
+"""What a model will take of host memory and disks until its first step is over, and whether that is there (B22, B23).
+
+    Group, Buffers --needs--> bytes by (category, tier, folder)        pure arithmetic, on what the buffers will be made of
+    Need of every rank + what each limit leaves --shortage--> None, or the table that says what is missing
+
+All ranks come to the same verdict before any of them has allocated: a rank that the kernel kills later tells nobody why.
+Activations are not counted, and what the model gives back (its own parameters) is: nothing that fits is refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+
+import torch
+
+from ..config import Config, Offload, Placement, Tier
+from ..tensor.flat_layout import round_up
+from ..utils.host import host_identity
+from .host_memory import Limit
+from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+
+PAGE_NBYTES = 4096  # regions on disk and mapped memory begin at multiples of this
+BUFFERS = "buffers"
+_CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, BUFFERS)
+
+Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
+
+
+@dataclass(frozen=True)
+class Group:
+    """One flat buffer to be: `numel` elements of `dtype`, `shard_numel` of them on each rank.
+
+    gradient: the dtype in which its gradient rests (None: frozen). states: where masters and optimizer states rest. master:
+    dtype of a master copy, or None. columns: optimizer states an element.
+    """
+
+    numel: int
+    shard_numel: int
+    dtype: torch.dtype
+    gradient: torch.dtype | None = None
+    states: Offload = Offload()
+    master: torch.dtype | None = None
+    columns: int = 0
+
+    @property
+    def stepped(self) -> torch.dtype:
+        """Of what the optimizer steps, and so of its states."""
+        return self.master or self.dtype
+
+
+def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place, int]:
+    """Bytes that one rank will hold, without buffers of constant size other than the step's.
+
+    separate: the device has a memory of its own.
+    """
+    found: dict[Place, int] = defaultdict(int)
+
+    def add(category: str, offload: Offload, nbytes: int) -> None:
+        on_disk = offload.tier is Tier.DISK
+        found[category, offload.tier, offload.path if on_disk else None] += round_up(nbytes, PAGE_NBYTES) if on_disk else nbytes
+
+    device, row = Offload(), config.row
+    for group in groups:
+        sharded = row.parameter is Placement.SHARDED
+        place, numel = (config.offload_param, group.shard_numel) if sharded else (device, group.numel)
+        add(PARAMETERS, place, numel * group.dtype.itemsize)
+        if group.gradient is None:
+            continue
+        sharded = row.gradient is Placement.SHARDED
+        place, numel = (config.offload_gradient, group.shard_numel) if sharded else (device, group.numel)
+        add(GRADIENTS, place, numel * group.gradient.itemsize)
+        if config.delayed_update is not None and group.states.tier is not Tier.DEVICE:  # its twin (GradientBuffer.hand_over)
+            add(GRADIENTS, config.offload_gradient, group.shard_numel * group.gradient.itemsize)
+        numel = group.shard_numel if row.optimizer is Placement.SHARDED else group.numel
+        if group.master is not None:
+            add(MASTERS, group.states, numel * group.master.itemsize)
+        for _ in range(group.columns):
+            add(OPTIMIZER, group.states, numel * group.stepped.itemsize)
+    found[BUFFERS, Tier.HOST, None] += _arena_nbytes(config, separate, groups)
+    return dict(found)
+
+
+def _arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
+    """Memory through which the host's step brings what is not within its reach (optim/offloaded_step.py)."""
+    offload = config.offload_optimizer
+    limit_nbytes, total, largest = offload.buffer_count * offload.buffer_nbytes, 0, 0
+
+    def away(tier: Tier) -> bool:
+        return tier is Tier.DISK or (tier is Tier.DEVICE and separate)
+
+    for group in groups:
+        if group.gradient is None or group.states.tier is Tier.DEVICE:
+            continue
+        sizes = [group.stepped.itemsize] * (group.columns + (group.master is not None)) if away(group.states.tier) else []
+        if away(config.offload_param.tier):
+            sizes.append(group.dtype.itemsize)
+        if away(config.offload_gradient.tier):
+            sizes.append(group.gradient.itemsize)
+        nbytes = group.shard_numel * sum(sizes) + 2 * PAGE_NBYTES * len(sizes)
+        total, largest = total + nbytes, max(largest, min(nbytes, offload.buffer_nbytes))
+    return min(round_up(total + largest, PAGE_NBYTES), limit_nbytes)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one rank will take of its host's memory, and what the limits leave there.
+
+    parts: bytes by category; released_nbytes: what the model and optimizer hold now and give back; disk: bytes by folder.
+    """
+
+    parts: dict[str, int]
+    released_nbytes: int
+    limits: Sequence[Limit]
+    disk: dict[str, int] = field(default_factory=dict)
+    host: tuple[str, str] = ("", "")
+    pid: int = 0
+
+    @classmethod
+    def of(cls, found: dict[Place, int], on_host: set[Tier], released_nbytes: int, limits: Sequence[Limit]) -> Need:
+        """on_host: the tiers whose memory is the host's."""
+        parts: dict[str, int] = defaultdict(int)
+        disk: dict[str, int] = defaultdict(int)
+        for (category, tier, folder), nbytes in found.items():
+            if tier in on_host:
+                parts[category] += nbytes
+            elif folder is not None:
+                disk[folder] += nbytes
+        return cls(dict(parts), released_nbytes, list(limits), dict(disk), host_identity(), os.getpid())
+
+    def plain(self) -> tuple:
+        """As it is told to other ranks: see `told`."""
+        return astuple(self)
+
+    @classmethod
+    def told(cls, parts: dict, released_nbytes: int, limits: list, disk: dict, host: tuple, pid: int) -> Need:
+        """What another rank has made `plain`."""
+        return cls(parts, released_nbytes, [Limit(*limit) for limit in limits], disk, host, pid)
+
+    @property
+    def nbytes(self) -> int:
+        """More than is held now."""
+        return max(sum(self.parts.values()) - self.released_nbytes, 0)
+
+
+def shortage(everyone: Sequence[Need], config: Config) -> str | None:
+    """Why the ranks' plans do not fit the memory of some host, with the table and the remedy; None if they do."""
+    for rank, need in enumerate(everyone):
+        for limit in need.limits:
+            # threads of one process share its limits, all ranks of a host those of the host
+            sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
+            if sum(n.nbytes for n in sharers) > limit.nbytes:
+                return _table(rank, need, limit, sharers, config)
+    return None
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3f}"
+
+
+def _table(rank: int, need: Need, limit: Limit, sharers: list[Need], config: Config) -> str:
+    total = sum(n.nbytes for n in sharers)
+    among = "its process" if limit.of_process else f"host {need.host[0]}"
+    lines = [
+        f"rank {rank}: host memory is too small: {_gib(total)} GiB are needed by the {len(sharers)} rank(s) of {among}, "
+        f"{_gib(limit.nbytes)} GiB are available ({limit.name}). Nothing was allocated.",
+        f"{'GiB':<34}{'this rank':>12}{f'{len(sharers)} rank(s)':>12}",
+    ]
+    rows = [(name, [n.parts.get(name, 0) for n in sharers], need.parts.get(name, 0)) for name in _CATEGORIES]
+    rows.append(("held by the model now, given back", [-n.released_nbytes for n in sharers], -need.released_nbytes))
+    rows.append(("needed", [n.nbytes for n in sharers], need.nbytes))
+    lines += [f"{name:<34}{_gib(mine):>12}{_gib(sum(everyone)):>12}" for name, everyone, mine in rows if any(everyone)]
+    lines.append(f"{'available':<46}{_gib(limit.nbytes):>12}")
+    lines.append(_remedy(total - limit.nbytes, sharers, config, limit))
+    return "\n".join(lines)
+
+
+def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> str:
+    """The options that cost the least time and free enough, in that order; else what is left to do."""
+    row = config.row
+
+    def held(*names: str) -> int:
+        return sum(n.parts.get(name, 0) for n in sharers for name in names)
+
+    levers = [
+        ("offload_optimizer='nvme'", held(OPTIMIZER, MASTERS), row.optimizer is Placement.SHARDED),
+        ("offload_gradient='nvme'", held(GRADIENTS), row.gradient is Placement.SHARDED),
+        ("offload_param='nvme'", held(PARAMETERS), row.parameter is Placement.SHARDED),
+    ]
+    chosen, freed = [], 0
+    for text, nbytes, possible in levers:
+        if possible and nbytes and freed < missing:
+            chosen.append(f"{text} ({_gib(nbytes)} GiB less)")
+            freed += nbytes
+    remedies = [" and ".join(chosen) + ", with offload_path= a folder on a local disk"] if chosen else []
+    if freed < missing:
+        remedies = [text + ", which alone is not enough" for text in remedies]
+        remedies += ["stage=3, where ranks hold a part of every state"] * (config.stage < 3)
+    remedies += ["fewer ranks on this host"] * (len(sharers) > 1)
+    remedies += [limit.remedy]
+    return "To go on: " + "; or ".join(remedies) + "."

@@ -1,0 +1,167 @@
+"""Departure: how a reduced gradient shard leaves the device for the tier where it rests (ZeRO-Offload, 2101.06840, 4.1).
+
+    device   reduce -> landing ---.                      landing and arrival buffers are of constant size and few
+    host                           '-> rest              the first gradient of a step
+                                   '-> arrival -> rest   one that is added, or goes on to disk
+
+Everything is asynchronous as long as nothing has to be added. `progress` starts what can start; `settle` waits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import Tier
+from .storage import MOVED, MemoryRest, Pending, Rest, Tiers
+
+_WIDEN_NUMEL = 1 << 18
+
+
+class NarrowRest(MemoryRest):
+    """Host memory for gradients that arrive in a narrower dtype than they rest in.
+
+    As long as nothing is added, the gradient stays as it came, in the lower half of its memory: no pass over it.
+    """
+
+    def __init__(self, tensor: Tensor, tiers: Tiers, narrow_dtype: torch.dtype) -> None:
+        super().__init__(tensor, Tier.HOST, tiers)
+        nbytes = tensor.numel() * narrow_dtype.itemsize
+        self.narrow = tensor.view(torch.uint8)[:nbytes].view(narrow_dtype)
+        self.is_narrow = False
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return (self.narrow if self.is_narrow else self.tensor)[start:stop]
+
+    def read(self, start: int, out: Tensor) -> Pending:
+        if not self.is_narrow:
+            return super().read(start, out)
+        out.copy_(self.narrow[start : start + out.numel()])
+        return MOVED
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        self.widen()  # what is not written stays
+        return super().write(start, source)
+
+    def load(self, start: int, stop: int) -> Tensor:
+        part = (self.narrow if self.is_narrow else self.tensor)[start:stop]
+        self.tiers.ledger.move(Tier.HOST, Tier.DEVICE, part.nbytes)
+        return part.to(self.tiers.comm.device, copy=True).to(self.dtype)
+
+    def store(self, start: int, source: Tensor) -> None:
+        self.widen()
+        super().store(start, source)
+
+    def widen(self) -> None:
+        """From the lower half to the whole, from the end: what is overwritten has been read."""
+        if self.is_narrow:
+            for start in reversed(range(0, self.numel, _WIDEN_NUMEL)):
+                part = slice(start, start + _WIDEN_NUMEL)
+                self.tensor[part] = self.narrow[part].to(self.dtype, copy=True)
+            self.is_narrow = False
+
+
+def narrowed(rest: Rest, tiers: Tiers, dtype: torch.dtype) -> Rest:
+    """The same memory, ready for gradients that arrive in `dtype`, where that is narrower and not the device's own memory."""
+    if isinstance(rest, MemoryRest) and not rest.resident and dtype.itemsize < rest.dtype.itemsize:
+        return NarrowRest(rest.tensor, tiers, dtype)
+    return rest
+
+
+class Departure:
+    """The way of one gradient shard from where it was reduced to its `rest`.
+
+    On a device of its own the gradient travels in the dtype in which it was sent (2 bytes an element in bf16); where
+    the device is the host it stays in fp32 until it is added, as it would without offload.
+    """
+
+    def __init__(self, rest: Rest, tiers: Tiers, send_dtype: torch.dtype) -> None:
+        self.rest, self.tiers = rest, tiers
+        self.dtype = send_dtype if tiers.separate else torch.promote_types(rest.dtype, torch.float32)
+        self._buffer: Tensor | None = None  # of the landing pool
+        self._landed: Tensor | None = None
+        self._arriving: tuple[Tensor, Tensor, bool, Pending] | None = None  # to the host: buffer, what, add it?, until when
+        self._under_way: Pending | None = None  # the move that ends at rest
+
+    def landing(self) -> Tensor:
+        """Device memory (shard_numel,) for the coming reduction's result."""
+        self._buffer = self.tiers.take_landing()
+        self._landed = self._buffer[: self.rest.numel * self.dtype.itemsize].view(self.dtype)
+        return self._landed
+
+    def leave(self, add: bool) -> Tensor | None:
+        """The reduction is over: start for the rest. On a device of its own: the sum of its squares, if nothing is added."""
+        assert self._landed is not None and self._buffer is not None
+        landed, buffer = self._landed, self._buffer
+        self._landed = self._buffer = None
+        self.settle()
+        if not self.tiers.separate:
+            self._under_way = self._add(landed) if add else self._put(landed)
+            self.tiers.landings.give(buffer, self._under_way)
+            return None
+        if isinstance(self.rest, MemoryRest) and not add:
+            self._under_way = self._send(landed)
+            self.tiers.landings.give(buffer, self._under_way)
+        else:
+            arrival = self.tiers.take_arrival()
+            arrived = arrival[: landed.nbytes].view(landed.dtype)
+            pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
+            self.tiers.landings.give(buffer, pending)
+            self._arriving = (arrival, arrived, add, pending)
+        dtype = torch.promote_types(landed.dtype, torch.float32)
+        return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()
+
+    def _send(self, landed: Tensor) -> Pending:
+        if isinstance(self.rest, NarrowRest):
+            self.rest.is_narrow = True
+            return self.tiers.copy(self.rest.narrow, landed, Tier.DEVICE, Tier.HOST)
+        return self.tiers.copy(self.rest.tensor, landed, Tier.DEVICE, Tier.HOST)  # type: ignore[attr-defined]
+
+    @property
+    def arriving(self) -> bool:
+        """True while something is to be done on the host when a copy has arrived."""
+        return self._arriving is not None
+
+    def progress(self) -> None:
+        """Do that, if it has."""
+        if self._arriving is not None and self._arriving[3].done():
+            self._arrive()
+
+    def _arrive(self) -> None:
+        assert self._arriving is not None
+        arrival, arrived, add, pending = self._arriving
+        self._arriving = None
+        pending.wait()
+        self._under_way = self._add(arrived) if add else self._put(arrived)
+        self.tiers.arrivals.give(arrival, self._under_way)
+
+    def settle(self) -> None:
+        """Return when the gradient is at rest."""
+        if self._arriving is not None:
+            self._arrive()
+        if self._under_way is not None:
+            self._under_way.wait()
+            self._under_way = None
+
+    def abandon(self) -> None:
+        """The backward was given up: what has landed is of no use."""
+        if self._buffer is not None:
+            self.tiers.landings.lose()  # the reduction may still be written to it: not for others
+        self._buffer = self._landed = None
+        self.settle()
+
+    def _put(self, gradient: Tensor) -> Pending:
+        if not isinstance(self.rest, MemoryRest):  # a disk takes what is given
+            gradient = gradient.to(self.rest.dtype)
+        return self.rest.write(0, gradient)
+
+    def _add(self, gradient: Tensor) -> Pending:
+        if isinstance(self.rest, NarrowRest):
+            self.rest.widen()
+        view = self.rest.view(0, self.rest.numel)
+        if view is not None:
+            view.add_(gradient)
+            return MOVED
+        total = torch.empty(self.rest.numel, dtype=self.rest.dtype, device="cpu")
+        self.rest.read(0, total).wait()
+        return self.rest.write(0, total.add_(gradient))

@@ -1,0 +1,464 @@
+"""Tiers: where the shards of model states rest, and how they move (the third factor of layout x placement x tier).
+
+    device  <--- streams, pinned copies --->  host  <--- file engine, O_DIRECT --->  disk
+
+A `Rest` is the resting place of one flat shard. The host steps and moves it piece by piece: `view` gives elements that it
+can use in place, `read` and `write` move elements through host buffers and return something `Pending`. `load` and
+`store` are the slow, synchronous way for everything else (initial values, inspection).
+
+On a CPU the device's memory is the host's: tiers DEVICE and HOST differ in the ledger alone and nothing is copied.
+`Streams.separate_host` says which it is, and nothing else in the library asks for the kind of device.
+
+Source: ZeRO-Infinity, arXiv 2104.07857, sections 5.1 and 6.3.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..comm.streams import Streams
+from ..config import Offload, Tier
+from ..errors import OffloadIOError
+from ..io.aligned import zeros
+from ..io.async_file import Engine, File, empty_aligned
+from ..io.swap_folder import SwapFolder
+from ..memory.estimate import PAGE_NBYTES
+from ..memory.ledger import Ledger
+from ..memory.pool import BufferPool, StagingPool
+
+_SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
+
+
+class Pending(Protocol):
+    """Something on its way between tiers."""
+
+    def done(self) -> bool:
+        """True when `wait` would return at once."""
+
+    def wait(self) -> None:
+        """Return when the host may use the target, or overwrite the source. Raises OffloadIOError."""
+
+    def join(self) -> None:
+        """The same for the current stream of the device."""
+
+
+class Moved:
+    """Nothing left to wait for."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    join = wait
+
+
+MOVED = Moved()
+
+
+class _Copy:
+    """A copy between host and device, on a side stream."""
+
+    def __init__(self, streams: Streams, ticket: Any) -> None:
+        self.streams, self.ticket = streams, ticket
+
+    def done(self) -> bool:
+        return self.streams.finished(self.ticket)
+
+    def wait(self) -> None:
+        self.streams.finish(self.ticket)
+
+    def join(self) -> None:
+        self.streams.join(self.ticket)
+
+
+class _Watched:
+    """A request to the file engine; its failure is the end for all ranks (see `Tiers.fail`)."""
+
+    def __init__(self, handle: Any, tiers: Tiers) -> None:
+        self.handle, self.tiers = handle, tiers
+
+    def done(self) -> bool:
+        return self.handle.done()
+
+    def wait(self) -> None:
+        try:
+            self.handle.wait()
+        except OffloadIOError as error:
+            self.tiers.fail(error)
+
+    join = wait
+
+
+class _TwoHops:
+    """Disk -> host buffer -> device. The second hop starts when someone looks (`done`) or waits."""
+
+    def __init__(self, tiers: Tiers, read: Pending, buffer: Tensor, out: Tensor) -> None:
+        self.tiers, self.read, self.buffer, self.out = tiers, read, buffer, out
+        self.copy: Pending | None = None
+
+    def _second(self) -> Pending:
+        if self.copy is None:
+            self.read.wait()
+            source = self.buffer[: self.out.nbytes].view(self.out.dtype)
+            self.copy = self.tiers.copy(self.out, source, Tier.HOST, Tier.DEVICE)
+            assert self.tiers.slots is not None
+            self.tiers.slots.give(self.buffer, self.copy)
+        return self.copy
+
+    def done(self) -> bool:
+        return (self.copy is not None or self.read.done()) and self._second().done()
+
+    def wait(self) -> None:
+        self._second().wait()
+
+    def join(self) -> None:
+        self._second().join()
+
+
+class Rest(ABC):
+    """The resting place of (numel,) elements of one dtype. All offsets in elements."""
+
+    tier: Tier
+    dtype: torch.dtype
+    numel: int
+    resident: bool  # computation can use it in place
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @abstractmethod
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Elements [start, stop) where the host can use them in place, else None."""
+
+    @abstractmethod
+    def read(self, start: int, out: Tensor) -> Pending:
+        """Elements [start, start + n) -> out (n,), host memory."""
+
+    @abstractmethod
+    def write(self, start: int, source: Tensor) -> Pending:
+        """source (n,), host memory -> elements [start, start + n)."""
+
+    @abstractmethod
+    def load(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) on the device: a view where the rest is resident, else a copy."""
+
+    def host(self, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) on the host: a view where there is one, else a copy."""
+        view = self.view(start, stop)
+        if view is None:
+            view = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+            self.read(start, view).wait()
+        return view
+
+    @abstractmethod
+    def store(self, start: int, source: Tensor) -> None:
+        """Set elements [start, start + n) from a tensor anywhere; synchronous."""
+
+
+class MemoryRest(Rest):
+    """A tensor on the device or on the host."""
+
+    def __init__(self, tensor: Tensor, tier: Tier, tiers: Tiers) -> None:
+        self.tensor, self.tier, self.tiers = tensor, tier, tiers
+        self.dtype, self.numel = tensor.dtype, tensor.numel()
+        self.resident = tier is Tier.DEVICE or not tiers.separate
+        self.on_host = tier is Tier.HOST or not tiers.separate
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return self.tensor[start:stop] if self.on_host else None
+
+    def read(self, start: int, out: Tensor) -> Pending:
+        return self.tiers.copy(out, self.tensor[start : start + out.numel()], self.tier, Tier.HOST)
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        return self.tiers.copy(self.tensor[start : start + source.numel()], source, Tier.HOST, self.tier)
+
+    def load(self, start: int, stop: int) -> Tensor:
+        part = self.tensor[start:stop]
+        if self.resident:
+            return part
+        self.tiers.ledger.move(self.tier, Tier.DEVICE, part.nbytes)
+        return part.to(self.tiers.comm.device, copy=True)
+
+    def store(self, start: int, source: Tensor) -> None:
+        place = self.tensor[start : start + source.numel()]
+        if place.untyped_storage()._cdata == source.untyped_storage()._cdata:
+            return  # it is what `load` gave
+        if not self.resident:
+            self.tiers.ledger.move(Tier.DEVICE, self.tier, place.nbytes)
+        place.copy_(source)
+
+
+class FileRest(Rest):
+    """A region of a file: bytes [offset, offset + nbytes)."""
+
+    tier, resident = Tier.DISK, False
+
+    def __init__(self, file: File, offset: int, numel: int, dtype: torch.dtype, engine: Engine, tiers: Tiers) -> None:
+        self.file, self.offset, self.numel, self.dtype = file, offset, numel, dtype
+        self.engine, self.tiers = engine, tiers
+        self._under_way: list[tuple[int, int, bool, Pending]] = []  # (start, stop, does it write, what)
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return None
+
+    def read(self, start: int, out: Tensor) -> Pending:
+        self._settle(start, start + out.numel(), writes=False)
+        self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
+        pending = _Watched(self.engine.read(self.file, self._at(start), out), self.tiers)
+        self._under_way.append((start, start + out.numel(), False, pending))
+        return pending
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        self._settle(start, start + source.numel(), writes=True)
+        self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
+        pending = _Watched(self.engine.write(self.file, self._at(start), source), self.tiers)
+        self._under_way.append((start, start + source.numel(), True, pending))
+        return pending
+
+    def _at(self, start: int) -> int:
+        return self.offset + start * self.dtype.itemsize
+
+    def _settle(self, start: int, stop: int, *, writes: bool) -> None:
+        """Before a request: wait for those on [start, stop) that it must not overtake. Raises if any has failed."""
+        self.tiers.check()
+        still_under_way = []
+        for request in self._under_way:
+            begin, end, wrote, pending = request
+            if pending.done() or (begin < stop and start < end and (wrote or writes)):
+                pending.wait()
+            else:
+                still_under_way.append(request)
+        self._under_way = still_under_way
+
+    def load(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype, device="cpu")
+        if out.numel():
+            self.read(start, out).wait()
+        self.tiers.count_hop(out.nbytes, up=True)
+        return out.to(self.tiers.comm.device)
+
+    def store(self, start: int, source: Tensor) -> None:
+        if source.numel():
+            self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
+            self.write(start, source.detach().to("cpu", self.dtype).contiguous()).wait()
+
+
+class ImaginedRest(Rest):
+    """A region of a disk that nobody has, for planning: counts what would move."""
+
+    tier, resident = Tier.DISK, False
+
+    def __init__(self, numel: int, dtype: torch.dtype, tiers: Tiers) -> None:
+        self.numel, self.dtype, self.tiers = numel, dtype, tiers
+
+    def view(self, start: int, stop: int) -> Tensor | None:
+        return None
+
+    def read(self, start: int, out: Tensor) -> Pending:
+        self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
+        return MOVED
+
+    def write(self, start: int, source: Tensor) -> Pending:
+        self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
+        return MOVED
+
+    def load(self, start: int, stop: int) -> Tensor:
+        out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
+        self.read(start, out)
+        self.tiers.count_hop(out.nbytes, up=True)
+        return out
+
+    def store(self, start: int, source: Tensor) -> None:
+        self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
+        self.write(start, source.to(self.dtype))
+
+
+class _Folder:
+    """A swap folder with its engine, from which regions are taken one after another."""
+
+    def __init__(self, offload: Offload, comm: Comm) -> None:
+        self.swap = SwapFolder(offload.path, rank=comm.rank, needed_nbytes=0, any_filesystem=offload.any_filesystem)
+        self.engine = Engine(checksum=offload.checksum)
+        self._file: File | None = None
+        self._end = self._count = 0
+
+    def region(self, nbytes: int) -> tuple[File, int]:
+        """(file, offset) of `nbytes` new bytes, which read as zeros."""
+        if self._file is None or self._end + nbytes > self._file.nbytes:
+            self._file = self.swap.file(f"states-{self._count}", max(_SEGMENT_NBYTES, nbytes))
+            self._count, self._end = self._count + 1, 0
+        offset = self._end
+        self._end = -(-(offset + nbytes) // PAGE_NBYTES) * PAGE_NBYTES
+        return self._file, offset
+
+    def close(self) -> None:
+        self.engine.close()
+        self.swap.close()
+
+
+class Tiers:
+    """Makes the resting places of one model's states, and owns what moves them.
+
+    separate: the device has a memory of its own. failure: the first request that failed; what rests here may be half of
+    one step and half of the next from then on, and nothing of it is used any more.
+    """
+
+    def __init__(self, comm: Comm, ledger: Ledger) -> None:
+        self.comm, self.ledger, self.streams = comm, ledger, comm.streams
+        self.separate = self.streams.separate_host
+        self.staging: StagingPool | None = None  # device: shards on their way to being gathered
+        self.slots: BufferPool | None = None  # host: the same, on their way from disk to a device of its own
+        self.landings: BufferPool | None = None  # device: reduced gradient shards on their way to rest elsewhere
+        self.arrivals: BufferPool | None = None  # host: those that are added to what rests there, or go on to disk
+        self.state_columns: dict[int, int] = {}  # id of a parameter -> its optimizer states an element, once stepped
+        self.released_nbytes = 0  # of host memory: held by what was given to be sharded, and free when it is
+        self._folders: dict[str, _Folder] = {}
+        self._entered: list[tuple[str, int, Tier]] = []
+        self.failure: OffloadIOError | None = None
+        self._told = False  # the peers know of it
+        self.background: int | None = None  # the thread, if any, that must leave telling them to the others
+
+    def fail(self, error: OffloadIOError) -> None:
+        """A request has failed: note it, tell the peers, raise."""
+        self.failure = self.failure or copy.copy(error)  # without the traceback, which holds buffers
+        if threading.get_ident() == self.background:
+            raise error
+        self.check()
+
+    def check(self) -> None:
+        """Raise if a request has failed before, here or on a peer; peers raise it too when they next wait for this rank."""
+        failure = self.failure or self.comm.failure
+        if failure is None:
+            return
+        if not self._told:
+            self._told = True
+            self.comm.abort(f"rank {self.comm.rank}: {failure}", failure)
+        raise copy.copy(failure)
+
+    def open_folder(self, offload: Offload) -> None:
+        """Check the folder (see SwapFolder) and make this run's own in it. Once per path, before anything is changed."""
+        if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
+            self._folders[offload.path] = _Folder(offload, self.comm)  # type: ignore[index]
+
+    def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
+        """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
+        devices = {path: folder.swap.device for path, folder in self._folders.items()}
+        for path, folder in self._folders.items():
+            same = [other for other, device in devices.items() if device == devices[path]]  # one disk may hold several
+            folder.swap.check_space(
+                sum(mine.get(other, 0) for other in same), sum(needed.get(other, 0) for needed in on_host for other in same)
+            )
+
+    def away(self, offload: Offload) -> bool:
+        """True where states of this tier can not be computed with in place."""
+        return offload.tier is Tier.DISK or (offload.tier is Tier.HOST and self.separate)
+
+    def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
+        """A new resting place, zero-filled, entered in the ledger."""
+        tier = offload.tier
+        self.enter(category, numel * dtype.itemsize, tier)
+        if tier is Tier.DISK and self.comm.imagined:
+            return ImaginedRest(numel, dtype, self)
+        if tier is Tier.DISK:
+            folder = self._folders[offload.path]  # type: ignore[index]
+            return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
+        if tier is Tier.HOST:
+            # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
+            memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
+            return MemoryRest(memory.view(dtype), tier, self)
+        make = torch.zeros if self.comm.imagined else zeros
+        return MemoryRest(make(numel, dtype=dtype, device=self.comm.device), tier, self)
+
+    def over(self, tensor: Tensor) -> Rest:
+        """A tensor on the device as a resting place (its bytes are counted by its owner)."""
+        return MemoryRest(tensor, Tier.DEVICE, self)
+
+    def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
+        """Page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
+        if self.comm.imagined:
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
+
+    def device_buffer(self, nbytes: int) -> Tensor:
+        """Device memory (nbytes,) uint8; page-aligned where the device is the host."""
+        if self.separate:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
+        return self.host_buffer(nbytes)
+
+    def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Pending | None:
+        """Start to bring a whole rest to the device, `out` (numel,). None if that had to wait for a buffer (not wait)."""
+        if isinstance(rest, MemoryRest):
+            return self.copy(out, rest.tensor, rest.tier, Tier.DEVICE)
+        if not self.separate:
+            return rest.read(0, out)
+        assert self.slots is not None
+        buffer = self.slots.take(wait)
+        if buffer is None and wait:
+            buffer = self.slots.take_further()  # all are taken by units fetched ahead: one more for this need
+        if buffer is None:
+            return None
+        return _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
+
+    def take_landing(self) -> Tensor:
+        """A landing buffer for a reduced gradient shard.
+
+        The host must not wait for the copy out of it: where ranks use different units, the reduction before that copy
+        may need what this rank says at the end of its backward.
+        """
+        assert self.landings is not None
+        return self._take(self.landings, in_line=True)
+
+    def take_arrival(self) -> Tensor:
+        """A host buffer for one that comes from a device of its own."""
+        assert self.arrivals is not None
+        return self._take(self.arrivals)
+
+    @staticmethod
+    def _take(pool: BufferPool, in_line: bool = False) -> Tensor:
+        buffer = pool.take(wait=True, in_line=in_line)
+        if buffer is None:  # all belong to work under way, which may need this rank: one more
+            pool.count += 1
+            buffer = pool.take()
+        assert buffer is not None
+        return buffer
+
+    def enter(self, category: str, nbytes: int, tier: Tier) -> None:
+        """Enter bytes in the ledger until `close`."""
+        self.ledger.enter(category, nbytes, tier)
+        self._entered.append((category, nbytes, tier))
+
+    def count_hop(self, nbytes: int, up: bool) -> None:
+        """What goes between disk and device passes the host."""
+        if self.separate:
+            self.ledger.move(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), nbytes)
+
+    def copy(self, target: Tensor, source: Tensor, begins: Tier, ends: Tier) -> Pending:
+        """target <- source between host and device; beside the computation where the device is separate."""
+        if not self.separate or begins is ends:
+            target.copy_(source)
+            return MOVED
+        self.ledger.move(begins, ends, target.nbytes)
+        return _Copy(self.streams, self.streams.copy(target, source))
+
+    def close(self) -> None:
+        """Forget all resting places and remove this run's files."""
+        for category, nbytes, tier in self._entered:
+            self.ledger.strike(category, nbytes, tier)
+        self._entered = []
+        for folder in self._folders.values():
+            folder.close()
+        self._folders = {}
+        for pool in (self.staging, self.slots, self.landings, self.arrivals):
+            if pool is not None:
+                pool.close()

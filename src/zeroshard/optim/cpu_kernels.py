@@ -1,0 +1,432 @@
+"""Host stepping at the speed of memory, without a compiler: torch's fused kernels on chunks that stay in the cache.
+
+A mixed-precision update reads a 16-bit gradient and writes a 16-bit parameter beside the fp32 master and states. With
+whole tensors each cast is a pass through memory of its own (40 bytes a parameter for Adam); in chunks the fp32
+gradient never leaves the cache (28 bytes):
+
+    gradient (bf16) --copy--> scratch (fp32) --fused step--> master, states (fp32) --copy--> parameter (bf16)
+                              |____ one chunk of CHUNK_NUMEL parameters: 20 bytes each for Adam ____|
+
+Words: a *stretch* is a contiguous tensor (n,) that one optimizer group steps; a *column* is a state as large as the
+stretch (exp_avg, sum, ...); all other entries of a state (`step`) are *counters*, one number a stretch. A *chunk* is a
+part of a stretch that starts at a multiple of CHUNK_ALIGNMENT.
+
+Bits: kernels run the code that torch runs for `fused=True`, and chunks give the same bits as the whole stretch: they
+start at multiples of CHUNK_ALIGNMENT, so torch's vectorised loops and the scalar tail after them, which rounds
+differently, meet the same elements. `matches` tells whether an optimizer's own step has those bits too: fused=True,
+or zs.Lion; torch's default (foreach) is the same mathematics with other roundings.
+
+Everything here runs under the caller's `torch.no_grad()`, on the calling thread unless a `Team` of threads is given.
+`python -m zeroshard.bench.cpu_adam` measures it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..tensor.flat_layout import round_up
+from ..utils.host import cache_nbytes, ranks_here
+from .lion import Lion, lion_update
+
+
+def _chunk_for(second_nbytes: int | None, third_nbytes: int | None) -> int:
+    """Parameters per chunk and thread, from the sizes of a core's second-level cache and of the third-level one.
+
+    Adam touches 20 bytes of cache a parameter. One thread, second level of 2 MB (docs/log.md): 2^16, 1.3 MB, is best; 2^14
+    +21% (calls), 2^15 +5%, 2^17 +1%, 2^18 +4%, 2^19 +8%. Of 1 MB, and 32 MB in the third: 2^18 takes 26% less than 2^16.
+    """
+    if second_nbytes is None or third_nbytes is None or second_nbytes >= 20 << 16:
+        return 1 << 16
+    return 1 << 18 if third_nbytes >= 4 * (20 << 18) else 1 << 17
+
+
+CHUNK_NUMEL = _chunk_for(cache_nbytes(2), cache_nbytes(3))
+# threads of a team also wait for each other's Python: 2^17 takes 103 ms where 2^16 takes 120
+TEAM_CHUNK_NUMEL = max(CHUNK_NUMEL, 1 << 17)
+CHUNK_ALIGNMENT = 32  # elements: two AVX-512 registers, the widest step of torch's vectorised loops
+
+
+class Kernel(Protocol):
+    """One optimizer's update of a stretch or chunk, in place. Threads may update different chunks at the same time.
+
+    columns: names of states as large as the parameter, in the order in which torch's own step creates them.
+    passes: how often `step` walks over its tensors; 1: a whole stretch is as fast as its chunks.
+    """
+
+    columns: tuple[str, ...]
+    passes: int
+
+    def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        """One update of a contiguous param (n,), fp32, with grad (n,), fp32: `count`, then `update`.
+
+        Args:
+            state: the columns, each (n,), and the counters. As in torch, `step` (0-dim, fp32) is incremented in place.
+                Chunks of one stretch share its counters: give each chunk clones of what they were before the step and
+                keep the last chunk's, or `count` once and `update` each chunk, as `step_stretch` does.
+            options: the param_group as it is now. After a change of amsgrad or of momentum to or from 0, ask
+                `kernel_for` again: the columns are others.
+        """
+        ...
+
+    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        """The state that the optimizer's own first step starts from: counters, and columns like `param`."""
+        ...
+
+    def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        """Create missing columns and check the tensors."""
+        ...
+
+    def count(self, state: dict[str, Any]) -> Any:
+        """Enter one step into the counters; returns what `update` needs to know of them."""
+        ...
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Any, options: dict) -> None:
+        """The arithmetic of one step, on tensors that are not checked."""
+        ...
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | Tensor) -> float:
+    """Tensor hyperparameters as numbers, as torch's fused kernels for the CPU take them."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+class _Base:
+    """What kernels share: `step` checks its tensors, counts and updates."""
+
+    columns: tuple[str, ...]
+    passes = 1
+
+    def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        assert grad.dtype is torch.float32
+        self.prepare(param, grad, state, options)
+        self.update(param, grad, [state[name] for name in self.columns], self.count(state), options)
+
+    def prepare(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
+        """Create missing columns. The fused kernels take addresses: what has another length or stride is refused."""
+        if any(state.get(name) is None for name in self.columns):
+            for name, value in self.create(param, options).items():
+                if state.get(name) is None:
+                    state[name] = value
+        numel = param.numel()
+        for tensor in (param, *(state[name] for name in self.columns)):
+            assert tensor.numel() == numel and tensor.dtype is torch.float32 and tensor.is_contiguous()
+        assert grad.numel() == numel and grad.is_contiguous()
+
+    def count(self, state: dict[str, Any]) -> Any:
+        return state["step"].add_(1)
+
+    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: torch.zeros_like(param, requires_grad=False) for name in self.columns}
+
+
+class _Adam(_Base):
+    """Adam and AdamW. amsgrad has a third column."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+        self.columns = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if options["amsgrad"] else ())
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
+        self._fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
+        beta1, beta2 = options["betas"]
+        self._fused(
+            [param],
+            [grad],
+            columns[:1],
+            columns[1:2],
+            columns[2:],
+            [count],
+            lr=_number(options["lr"]),
+            beta1=_number(beta1),
+            beta2=_number(beta2),
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            amsgrad=len(columns) == 3,
+            maximize=options["maximize"],
+        )
+
+    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu")} | super().create(param, options)
+
+
+class _SGD(_Base):
+    """SGD. With momentum the first step stores the gradient itself, without dampening, whatever the buffer holds.
+
+    A buffer that no step has written yet is marked by the counter "fresh" (True), which the first step removes; torch
+    marks it by having no buffer, which is understood as well.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+        self.columns = ("momentum_buffer",) if options["momentum"] != 0 else ()
+
+    def count(self, state: dict[str, Any]) -> bool:
+        return bool(state.pop("fresh", False))
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: bool, options: dict) -> None:
+        torch._fused_sgd_(
+            [param],
+            [grad],
+            columns,
+            lr=_number(options["lr"]),
+            momentum=options["momentum"],
+            dampening=options["dampening"],
+            weight_decay=_number(options["weight_decay"]),
+            nesterov=options["nesterov"],
+            maximize=options["maximize"],
+            is_first_step=count,
+        )
+
+    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        return super().create(param, options) | ({"fresh": True} if self.columns else {})
+
+
+class _Adagrad(_Base):
+    """Adagrad. The accumulator starts from the constructor's value, as in torch, whatever the group says."""
+
+    columns = ("sum",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+        self._initial = optimizer.defaults["initial_accumulator_value"]
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
+        torch._fused_adagrad_(
+            [param],
+            [grad],
+            columns,
+            [count],
+            lr=_number(options["lr"]),
+            lr_decay=options["lr_decay"],
+            weight_decay=options["weight_decay"],
+            eps=options["eps"],
+            maximize=options["maximize"],
+        )
+
+    def create(self, param: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+        full = torch.full_like(param, self._initial, requires_grad=False)
+        return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), "sum": full}
+
+
+class _Lion(_Base):
+    """zs.Lion's own passes, with a scratch that stays in the cache."""
+
+    columns = ("exp_avg",)
+    passes = 5
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
+        self._own = threading.local()  # a thread's scratch
+
+    def count(self, state: dict[str, Any]) -> None:
+        return None
+
+    def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: None, options: dict) -> None:
+        scratch = getattr(self._own, "scratch", None)
+        if scratch is None or scratch.numel() < param.numel():
+            scratch = self._own.scratch = torch.empty_like(param, requires_grad=False)
+        lion_update(param, grad, columns[0], options, scratch[: param.numel()])
+
+
+_KERNELS = {
+    torch.optim.Adam: _Adam,
+    torch.optim.AdamW: _Adam,
+    torch.optim.SGD: _SGD,
+    torch.optim.Adagrad: _Adagrad,
+    Lion: _Lion,
+}
+
+
+def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Kernel | None:
+    """The kernel that does what this optimizer's step does with the options (a param_group) given.
+
+    None where there is none: other classes, also derived ones (they may do anything), and steps that autograd records.
+    The caller then runs the optimizer's own class on chunks.
+    """
+    kind = _KERNELS.get(type(optimizer))
+    recorded = any(isinstance(value, Tensor) and value.requires_grad for value in options.values())
+    if kind is None or options.get("differentiable") or recorded:
+        return None
+    return kind(optimizer, options)
+
+
+def matches(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None = None) -> bool:
+    """Whether the optimizer's own step has the kernel's bits, in one param_group or (None) in all.
+
+    True for zs.Lion and for fused=True; otherwise the mathematics is the same and the last bits are not.
+    """
+    groups = optimizer.param_groups if options is None else [options]
+    return all(
+        kernel_for(optimizer, group) is not None and (type(optimizer) is Lion or group.get("fused") is True)
+        for group in groups
+    )
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------
+
+
+def step_chunk(
+    kernel: Kernel,
+    master: Tensor,  # (n,) fp32
+    grad: Tensor,  # (n,) bf16, fp16 or fp32; not changed
+    state: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    scale: float,
+    out: Tensor | None,  # (n,) the parameter in its own precision
+    scratch: Tensor | None,  # (>= n,) fp32
+) -> None:
+    """master <- kernel(master, grad * scale), out <- master. The product is rounded in fp32.
+
+    scratch holds the product, unless grad is fp32 and scale is 1; then it may be None.
+    """
+    kernel.step(master, _scaled(grad, scale, scratch), state, options)
+    if out is not None:
+        out.copy_(master)
+
+
+def _scaled(grad: Tensor, scale: float, scratch: Tensor | None) -> Tensor:
+    """grad * scale in fp32: in scratch, or grad itself."""
+    narrow = grad.dtype is not torch.float32
+    if not narrow and scale == 1.0:
+        return grad
+    assert scratch is not None, "expected a scratch for gradients that are cast or scaled, got None"
+    if scratch.numel() != grad.numel():
+        scratch = scratch[: grad.numel()]
+    if not narrow:
+        return torch.mul(grad, scale, out=scratch)
+    scratch.copy_(grad)  # torch.mul(grad, scale, out=scratch) would round the product to grad's precision first
+    return scratch if scale == 1.0 else scratch.mul_(scale)
+
+
+def chunk_numel(threads: int | None = None) -> int:
+    """Parameters per chunk that so many of torch's threads work on together (None: as many as torch has now)."""
+    return CHUNK_NUMEL * (torch.get_num_threads() if threads is None else threads)
+
+
+def step_stretch(
+    kernel: Kernel,
+    master: Tensor,  # (n,) fp32
+    grad: Tensor,  # (n,)
+    state: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    scale: float = 1.0,
+    out: Tensor | None = None,  # (n,)
+    scratch: Tensor | None = None,  # (chunk,) fp32, for the calling thread; allocated where missing or too short
+    team: Team | None = None,  # None: torch's threads on one chunk at a time
+    chunk: int | None = None,  # elements
+) -> None:
+    """`step_chunk` over a whole stretch. Counters count one step; missing columns are created."""
+    numel = master.numel()
+    threads = 1 if team is None else team.threads
+    if chunk is None:
+        chunk = chunk_numel() if team is None else CHUNK_NUMEL if threads == 1 else TEAM_CHUNK_NUMEL
+    assert chunk % CHUNK_ALIGNMENT == 0, f"expected a multiple of {CHUNK_ALIGNMENT} elements, got {chunk}"
+    assert out is None or out.numel() == numel
+    casts = grad.dtype is not torch.float32 or scale != 1.0
+    if kernel.passes == 1 and not casts and out is None:
+        chunk = max(chunk, round_up(-(-numel // threads), CHUNK_ALIGNMENT))  # nothing would be read a second time
+    kernel.prepare(master, grad, state, options)
+    count = kernel.count(state)
+    outs = itertools.repeat(None) if out is None else out.split(chunk)
+    columns = zip(*(state[name].split(chunk) for name in kernel.columns)) if kernel.columns else itertools.repeat(())
+    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns))
+
+    def work(scratch: Tensor | None = None) -> None:
+        if casts and (scratch is None or scratch.numel() < min(chunk, numel)):
+            scratch = torch.empty(min(chunk, numel), device="cpu")
+        while True:
+            try:
+                part, part_grad, part_out, part_columns = parts.popleft()
+            except IndexError:
+                return
+            kernel.update(part, _scaled(part_grad, scale, scratch), part_columns, count, options)
+            if part_out is not None:
+                part_out.copy_(part)
+
+    if team is None or threads == 1 or len(parts) == 1:
+        work(scratch)
+    else:
+        team.run(work)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+class Team:
+    """Threads that share the chunks of a stretch: the calling one and threads - 1 helpers, until `close`.
+
+    Each runs torch's operators on itself alone and takes the next chunk when it is done with one. torch's own threads
+    meet after every operator instead, three times a chunk: as fast on a quiet machine, but where other programs run on
+    the same cores somebody always waits for a thread that does not run (2.2 s instead of 0.19 s a step, docs/log.md).
+    """
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._helpers: ThreadPoolExecutor | None = None
+        if threads > 1:
+            self._helpers = ThreadPoolExecutor(threads - 1, "host-step", torch.set_num_threads, (1,))
+
+    def run(self, work: Callable[[], None]) -> None:
+        """work() on every thread, without autograd; returns, or raises the first error, when all are done."""
+
+        def helper() -> None:
+            with torch.no_grad():  # a thread's own setting
+                work()
+
+        with stepping_threads(1):  # entered first: a helper that starts sets the number that later threads begin with
+            helpers = [self._helpers.submit(helper) for _ in range(self.threads - 1)] if self._helpers else []
+            try:
+                work()
+            finally:
+                wait(helpers)
+        for future in helpers:
+            future.result()
+
+    def close(self) -> None:
+        """End the helpers."""
+        if self._helpers is not None:
+            self._helpers.shutdown()
+
+
+def visible_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_threads(local_ranks: int | None = None) -> int:
+    """Threads for one rank's host step: the cores visible to the process, divided by the ranks of this machine.
+
+    None: LOCAL_WORLD_SIZE, which launchers set, or 1. Launchers set OMP_NUM_THREADS=1 for ranks too, which suits a
+    rank that computes on a GPU but leaves most cores of the host idle while it steps.
+    """
+    ranks = ranks_here(1) if local_ranks is None else local_ranks
+    return max(1, visible_cores() // max(1, ranks))
+
+
+@contextmanager
+def stepping_threads(threads: int) -> Iterator[None]:
+    """torch's operators use so many threads on the calling thread; the number before is restored."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def describe_threads(threads: int) -> str:
+    """For the line at the start of a run."""
+    cores = visible_cores()
+    return f"{threads} thread{'s' * (threads > 1)} a rank, {cores} core{'s' * (cores > 1)}"

@@ -1,0 +1,70 @@
+"""Learning-rate schedulers and skipped steps: a step that was skipped for non-finite gradients does not count.
+
+The ordinary loop calls `scheduler.step()` after every `optimizer.step()`, or after an epoch of them, and can not know. So
+the schedulers of torch ask the optimizer, once per process patched to do so; for optimizers that are not sharded nothing
+changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.optim import lr_scheduler
+
+from .step_record import StepRecord
+
+
+class Tally:
+    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then."""
+
+    def __init__(self) -> None:
+        self.asked = self.skipped = 0
+        self.scheduling = False  # in the step of a scheduler: those that it is made of go with it
+        self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """Those that have asked, in the order in which they first did."""
+        return list(self._seen)
+
+    def note(self, record: StepRecord) -> StepRecord:
+        """One more step, which comes back. A step without gradients was not skipped for what they are."""
+        self.asked += 1
+        self.skipped += record.skipped and not math.isfinite(record.grad_norm)
+        return record
+
+    def counts(self, scheduler: Any) -> bool:
+        """False where all steps since the scheduler's last one were skipped."""
+        asked, skipped = self._seen.get(scheduler, (0, 0))
+        self._seen[scheduler] = self.asked, self.skipped
+        return self.asked == asked or self.asked - asked > self.skipped - skipped
+
+
+def respect_skipped_steps() -> None:
+    """Let every scheduler stand still after skipped steps of a sharded optimizer. Idempotent."""
+    for name in dir(lr_scheduler):
+        cls = getattr(lr_scheduler, name)
+        if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__:
+            if not getattr(cls.step, "_zeroshard", False):
+                cls.step = _standing_still(cls.step)
+
+
+def _standing_still(step: Any) -> Any:
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tally = getattr(getattr(getattr(self, "optimizer", None), "core", None), "tally", None)
+        if not isinstance(tally, Tally) or tally.scheduling:
+            return step(self, *args, **kwargs)
+        if not tally.counts(self) and getattr(self, "last_epoch", 0) >= 0:
+            return None
+        tally.scheduling = True
+        try:
+            return step(self, *args, **kwargs)
+        finally:
+            tally.scheduling = False
+
+    wrapper._zeroshard = True  # type: ignore[attr-defined]
+    return wrapper

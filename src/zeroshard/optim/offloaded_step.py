@@ -1,0 +1,418 @@
+"""The host's step over offloaded states, slab by slab (ZeRO-Offload, arXiv 2101.06840, 5.1; ZeRO-Infinity, 2104.07857, 5.2.2).
+
+    read    | s2 | s3 | s4 |             a slab: a stretch of one run, of at most buffer_nbytes
+    step    | s1 | s2 | s3 | s4          master weights, gradient and states, in chunks that stay in cache
+    write   |    | s1 | s2 | s3 | s4     what rests on the host is stepped in place and needs no buffer
+
+Slabs pass through one arena of constant size. As it comes free at the end of a step it is filled with the first slabs of
+the next (`poll`), so that the disk also works while forward and backward run.
+
+The arithmetic is that of the optimizer's own class, run on chunks (equal in bits to a step without offload), or torch's
+fused kernels (optim/cpu_kernels.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Offload, Tier
+from ..errors import ZeroshardError
+from ..memory.pool import Arena
+from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
+from ..tensor.flat_layout import round_up
+from .cpu_kernels import (
+    CHUNK_NUMEL,
+    Kernel,
+    Team,
+    chunk_numel,
+    host_threads,
+    kernel_for,
+    step_stretch,
+    stepping_threads,
+)
+from .segments import Run, stepped_rest
+from .state_storage import ColumnStates
+
+_STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # parts of a slab beside the states
+_CLASS_CHUNK_NUMEL = 1 << 18  # for an optimizer's own class, whose step costs some 0.15 ms beside the arithmetic
+_FLIGHT = 4  # slabs under way, per buffer's worth of memory: slabs in place take none, and need some limit
+_SLAB_MULTIPLE = 4096  # elements: slabs begin at page boundaries in any dtype
+
+
+@dataclass(eq=False)
+class Job:
+    """One run to step.
+
+    options: its parameter group's. attributes: numbers that the optimizer keeps on itself. Both as before the step. gradient:
+    where it rests. factor: what it is still to be multiplied by. publish: write the parameters as well. names, scalars: of its states after the step (names None: a first step, before the first chunk).
+    """
+
+    run: Run
+    options: dict[str, Any]
+    attributes: dict[str, Any]
+    gradient: Rest
+    factor: float = 1.0
+    publish: bool = True
+    names: list[str] | None = None
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def states(self) -> ColumnStates:
+        assert isinstance(self.run.states, ColumnStates)
+        return self.run.states
+
+    @property
+    def fresh(self) -> bool:
+        """True in the first step of the run."""
+        return self.states.names is None
+
+    def close(self) -> None:
+        """All chunks are done."""
+        self.states.names, self.states.scalars = self.names or [], self.scalars
+
+
+@dataclass(eq=False)
+class Slab:
+    """Elements [begin, end) of a shard, of one run.
+
+    parts: what the step works on by name, in place or in `buffer`; staged: those that must be written back.
+    """
+
+    job: Job
+    begin: int
+    end: int
+    buffer: Tensor | None = None
+    used_nbytes: int = 0
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    staged: dict[str, Rest] = field(default_factory=dict)
+    reads: list[Pending] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple:
+        """What makes it the same slab in the next step."""
+        return id(self.job.run), self.begin, self.end
+
+
+class _All:
+    """Several things under way."""
+
+    def __init__(self, parts: list[Pending]) -> None:
+        self.parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
+
+    def wait(self) -> None:
+        for part in self.parts:
+            part.wait()
+
+
+class HostStepper:
+    """Steps runs whose states rest on the host or on disk."""
+
+    def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
+        self.inner, self.offload, self.tiers, self.fused = inner, offload, tiers, fused
+        pin = offload.pin_memory
+        limit_nbytes = offload.buffer_count * offload.buffer_nbytes
+        self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST)
+        self._ahead: deque[Slab] = deque()  # read for the next step
+        self._next: deque[Slab] = deque()  # the slabs that follow
+        self._uploads: list[Pending] = []  # to the device, in this step
+        # a rank that computes on a device of its own leaves its share of the cores to the step
+        self.threads = host_threads() if tiers.separate else torch.get_num_threads()
+        self.scratch = torch.empty(chunk_numel(self.threads), device="cpu")
+        self.team = Team(1 if tiers.comm.imagined else self.threads)  # fake tensors belong to one thread
+
+    # -- the pipeline ----------------------------------------------------------------------------------------
+
+    def step(self, jobs: list[Job]) -> None:
+        """One step of all jobs, in this order. What is written may still be on its way to disk when it returns."""
+        with stepping_threads(self.threads):
+            self._step(jobs)
+        self.poll()
+
+    def _step(self, jobs: list[Job]) -> None:
+        plan = deque(slab for job in jobs for slab in self._slabs(job))
+        following = [(slab.job, slab.begin, slab.end) for slab in plan]
+        sizes = [self._staged_nbytes(slab) for slab in plan]
+        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: pieces are whole, so its end may not fit the next
+        if self.pool.lacks(useful_nbytes):
+            self.forget()  # what was read ahead lies in the memory that makes way for more
+        self.pool.reserve(useful_nbytes)
+        flight: deque[Slab] = deque()
+        while plan or flight:
+            while plan and len(flight) < _FLIGHT * self.offload.buffer_count and self._start(plan[0], wait=not flight):
+                flight.append(plan.popleft())
+            slab = flight.popleft()
+            for pending in slab.reads:
+                pending.wait()
+            self._compute(slab)
+            self._write_back(slab)
+        for upload in self._uploads:
+            upload.join()  # what the device computes next sees the new parameters
+        self._uploads = []
+        for job in jobs:
+            job.close()
+        self.forget()
+        self._next = deque(Slab(*slab) for slab in following)
+
+    def poll(self) -> None:
+        """Read the next step's first slabs into buffers that have come free."""
+        while self._next:
+            slab = self._next[0]
+            nbytes = self._staged_nbytes(slab)
+            if not nbytes:
+                self._next.popleft()  # in place: nothing to read
+                continue
+            buffer = self.pool.take(nbytes)
+            if buffer is None:
+                return
+            slab.buffer = buffer
+            self._read_states(slab)
+            self._ahead.append(self._next.popleft())
+            self._count_ahead(slab, 1)
+
+    def forget(self) -> None:
+        """Drop what was read ahead: it is no longer what rests there, or will not be stepped next."""
+        while self._ahead:
+            self._drop_ahead()
+        self._next = deque()
+
+    def _take_ahead(self) -> Slab:
+        """The first slab that was read ahead."""
+        slab = self._ahead.popleft()
+        self._count_ahead(slab, -1)
+        return slab
+
+    def _drop_ahead(self) -> None:
+        slab = self._take_ahead()
+        assert slab.buffer is not None
+        self.pool.give(slab.buffer, _All(slab.reads))
+
+    def _count_ahead(self, slab: Slab, sign: int) -> None:
+        for name, rest in slab.staged.items():
+            self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * slab.parts[name].nbytes)
+
+    def settle(self) -> None:
+        """Return when everything that was stepped is at rest."""
+        self.forget()
+        self.pool.drain()
+
+    def close(self) -> None:
+        """Give up all buffers and threads."""
+        self.forget()
+        self.pool.close()
+        self.team.close()
+
+    def _start(self, slab: Slab, wait: bool) -> bool:
+        """Bring a slab's parts within reach. False where no buffer is free."""
+        while self._ahead and self._ahead[0].key != slab.key and self._is_ahead(slab):
+            self._drop_ahead()
+        if self._ahead and self._ahead[0].key == slab.key:
+            ready = self._take_ahead()
+            slab.buffer, slab.used_nbytes = ready.buffer, ready.used_nbytes
+            slab.parts, slab.staged, slab.reads = ready.parts, ready.staged, ready.reads
+        elif nbytes := self._staged_nbytes(slab):
+            buffer = self.pool.take(nbytes)
+            if buffer is None and wait:
+                buffer = self._take_alone(nbytes)
+            if buffer is None:
+                return False
+            slab.buffer = buffer
+            self._read_states(slab)
+        else:
+            self._read_states(slab)
+        self._bring(slab, _GRADIENT, slab.job.gradient, read=True, write=False)
+        values = slab.job.run.group.values.rest
+        if slab.job.publish and values is not stepped_rest(slab.job.run.group):
+            self._bring(slab, _VALUES, values, read=False, write=True)
+        return True
+
+    def _take_alone(self, nbytes: int) -> Tensor:
+        """Memory for a slab while no other is under way."""
+        self.forget()  # what was read ahead holds all memory and is not wanted now
+        self.pool.reserve(nbytes)  # a first step may make more states than were foreseen when it began
+        buffer = self.pool.take(nbytes, wait=True)
+        if buffer is None:
+            raise ZeroshardError(
+                f"host step: a slab of {nbytes:,} bytes does not fit the {self.pool.nbytes:,} bytes of buffers "
+                f"(at most {self.pool.limit_nbytes:,}); raise buffer_nbytes of offload_optimizer."
+            )
+        return buffer
+
+    def _is_ahead(self, slab: Slab) -> bool:
+        return any(other.key == slab.key for other in self._ahead)
+
+    def _slabs(self, job: Job) -> Iterator[Slab]:
+        run = job.run
+        if run.numel == 0:
+            yield Slab(job, run.start, run.stop)  # its step count lives here too
+        slab_numel = self.slab_numel(job)
+        begin = run.start
+        while begin < run.stop:
+            end = min(run.stop, (begin // slab_numel + 1) * slab_numel)
+            yield Slab(job, begin, end)
+            begin = end
+
+    def _away(self, job: Job) -> list[int]:
+        """Bytes an element of everything that a step of this run must bring through a buffer."""
+        group = job.run.group
+        rests = [stepped_rest(group), job.gradient, group.values.rest, *group.columns.values()]
+        away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
+        if group.offload.tier is Tier.DISK and not group.columns:  # a first step: states are still to be made
+            kernel = self.kernel(job)
+            away += [stepped_rest(group).dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
+        return away
+
+    def slab_numel(self, job: Job) -> int:
+        """Elements that fit one buffer; the whole run where everything is in place."""
+        away = self._away(job)
+        if not away:
+            return max(job.run.stop, 1)
+        room = self.offload.buffer_nbytes - 2 * PAGE_NBYTES * len(away)
+        return max(room // sum(away) // _SLAB_MULTIPLE, 1) * _SLAB_MULTIPLE
+
+    def _staged_nbytes(self, slab: Slab) -> int:
+        """Memory for the parts of the slab that must pass through it; 0 where all are in place."""
+        away = self._away(slab.job)
+        if not away or slab.end == slab.begin:
+            return 0
+        return min((slab.end - slab.begin) * sum(away) + 2 * PAGE_NBYTES * len(away), self.offload.buffer_nbytes)
+
+    # -- moving ----------------------------------------------------------------------------------------------
+
+    def _read_states(self, slab: Slab) -> None:
+        group = slab.job.run.group
+        self._bring(slab, _STEPPED, stepped_rest(group), read=True, write=True)
+        for name in slab.job.states.names or ():
+            self._bring(slab, name, group.columns[name], read=True, write=True)
+
+    def _bring(self, slab: Slab, name: str, rest: Rest, *, read: bool, write: bool) -> Tensor:
+        """Make elements of a rest a part of the slab: in place, or in its buffer."""
+        view = rest.view(slab.begin, slab.end)
+        if slab.begin == slab.end:
+            view = torch.empty(0, dtype=rest.dtype, device="cpu")
+        if view is None:
+            view = self._carve(slab, rest)
+            if write:
+                slab.staged[name] = rest
+            if read:
+                slab.reads.append(rest.read(slab.begin, view))
+        slab.parts[name] = view
+        return view
+
+    @staticmethod
+    def _carve(slab: Slab, rest: Rest) -> Tensor:
+        """Room in the slab's buffer, at the same place within a page as in the file: O_DIRECT then needs no copy."""
+        numel, itemsize = slab.end - slab.begin, rest.dtype.itemsize
+        start = round_up(slab.used_nbytes, PAGE_NBYTES)
+        if not isinstance(rest, MemoryRest):
+            start += slab.begin * itemsize % PAGE_NBYTES
+        stop = start + numel * itemsize
+        if slab.buffer is None or stop > slab.buffer.numel():
+            return torch.empty(numel, dtype=rest.dtype, device="cpu")  # a first step that makes more states than were foreseen
+        slab.used_nbytes = stop
+        return slab.buffer[start:stop].view(rest.dtype)
+
+    def _write_back(self, slab: Slab) -> None:
+        writes = []
+        for name, rest in slab.staged.items():
+            writes.append(rest.write(slab.begin, slab.parts[name]))
+            if rest.tier is Tier.DEVICE:
+                self._uploads.append(writes[-1])
+        if slab.buffer is not None:
+            self.pool.give(slab.buffer, _All(writes))
+        slab.parts, slab.buffer = {}, None
+
+    # -- arithmetic ------------------------------------------------------------------------------------------
+
+    def kernel(self, job: Job) -> Kernel | None:
+        """What steps a run; None: the optimizer's own class."""
+        if not self.fused or stepped_rest(job.run.group).dtype != torch.float32:
+            return None
+        return kernel_for(self.inner, job.options)
+
+    def _compute(self, slab: Slab) -> None:
+        """Step one slab."""
+        job, kernel = slab.job, self.kernel(slab.job)
+        param, grad, out = slab.parts[_STEPPED], slab.parts[_GRADIENT], slab.parts.get(_VALUES)
+        scalars = {k: v.clone() if isinstance(v, Tensor) else v for k, v in job.states.scalars.items()}
+        if kernel is not None:
+            if job.fresh:
+                scalars |= self._create(slab, kernel)
+            names = kernel.columns if job.fresh else job.states.names
+            state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
+            step_stretch(
+                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self.scratch, team=self.team
+            )
+            self._take_states(slab, 0, param, state)
+        else:
+            state = self._run_class(slab, scalars)
+            if out is not None:
+                out.copy_(param)
+        job.names = [name for name in state if name in slab.parts]
+        job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
+
+    def _create(self, slab: Slab, kernel: Kernel) -> dict[str, Any]:
+        """The states of a first step, in place; the scalars."""
+        for name in kernel.columns:
+            self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
+        param, scalars = slab.parts[_STEPPED], {}
+        for start in range(0, max(param.numel(), 1), CHUNK_NUMEL):
+            created = kernel.create(param[start : start + CHUNK_NUMEL], slab.job.options)
+            for name in kernel.columns:
+                slab.parts[name][start : start + CHUNK_NUMEL].copy_(created.pop(name))
+            scalars = created
+        return scalars
+
+    def _run_class(self, slab: Slab, scalars: dict[str, Any]) -> dict[str, Any]:
+        """Step with the optimizer's own class, chunk by chunk; the last chunk's states."""
+        job, state = slab.job, {}
+        numel = slab.end - slab.begin
+        for start in range(0, max(numel, 1), _CLASS_CHUNK_NUMEL):
+            part = slice(start, start + _CLASS_CHUNK_NUMEL)
+            state = {}
+            if not job.fresh:
+                state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}
+                state |= {name: slab.parts[name][part] for name in job.states.names or ()}
+            param, grad = slab.parts[_STEPPED][part], slab.parts[_GRADIENT][part]
+            state = self._step_class(job, param, grad, state)
+            self._take_states(slab, start, param, state)
+        return state
+
+    def _step_class(self, job: Job, param: Tensor, grad: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """One step of the optimizer's own class on a chunk; the states afterwards."""
+        leaf = nn.Parameter(param)
+        leaf.grad = grad.to(param.dtype) if job.factor == 1.0 else grad.to(param.dtype) * job.factor
+        vars(self.inner).update(_fresh(job.attributes))
+        self.inner.param_groups = [{**_fresh(job.options), "params": [leaf]}]
+        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
+        self.inner.step()
+        return self.inner.state[leaf]
+
+    def _take_states(self, slab: Slab, start: int, param: Tensor, state: dict[str, Any]) -> None:
+        """Put states that the class made, or replaced, into the slab's parts."""
+        for name, value in state.items():
+            if not _like(value, param):
+                continue
+            if name not in slab.parts:
+                self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
+            place = slab.parts[name][start : start + param.numel()]
+            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:  # else stepped in place
+                place.copy_(value)
+
+
+def _fresh(settings: dict[str, Any]) -> dict[str, Any]:
+    """For one chunk, which may write into them."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}
+
+
+def _like(value: Any, param: Tensor) -> bool:
+    """True for a state with one value an element."""
+    return isinstance(value, Tensor) and value.shape == param.shape

@@ -1,0 +1,155 @@
+"""Runs: the contiguous stretches of a shard that one optimizer group steps as one tensor.
+
+Within a flat shard neighbours of the same optimizer group are one run: one kernel per unit instead of one per
+parameter. A parameter that missed a step (no rank had a gradient for it) must keep its own step count and moments, so
+its run is split at that moment, with the optimizer's state split along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Tier
+from ..offload.storage import Rest, Tiers
+from ..tensor.flat_layout import ALIGNMENT, round_up
+from ..zero.unit import ParamGroup
+from .state_storage import ColumnStates, DeviceStates
+
+
+@dataclass(eq=False)
+class Run:
+    """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
+
+    states: its optimizer states. tensor: the leaf that the inner optimizer steps (values or masters, sharing memory); None
+    where the states are offloaded and the host steps the run.
+    """
+
+    group: ParamGroup
+    start: int
+    stop: int
+    indices: list[int]
+    states: DeviceStates | ColumnStates
+    tensor: nn.Parameter | None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def active(self) -> bool:
+        """True if some rank has a gradient for it (the same for all its parameters: see `split`)."""
+        return self.group.active[self.indices[0]]
+
+    def holds(self, value: object) -> bool:
+        """True for a state with one value an element, False for a scalar."""
+        return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
+
+
+class RunMaker:
+    """Makes the runs of one optimizer.
+
+    replicated: optimizer states are whole on every rank. state: the inner optimizer's.
+    """
+
+    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers) -> None:
+        self.replicated, self.state, self.tiers = replicated, state, tiers
+
+    def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
+        """One run without states."""
+        if group.offload.tier is not Tier.DEVICE:
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None)
+        tensor = nn.Parameter(self.stepped(group)[start:stop])
+        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor)
+
+    def stepped(self, group: ParamGroup) -> Tensor:
+        """What the inner optimizer steps, on the device: masters where there are any, else the values."""
+        if group.master is not None:
+            return group.master.load(0, group.master.numel)
+        return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
+
+    def gradient(self, group: ParamGroup) -> Tensor:
+        """The gradient that matches `stepped`."""
+        assert group.grads is not None
+        return group.grads.full if self.replicated else group.grads.load()
+
+    def slot_range(self, group: ParamGroup, index: int) -> tuple[int, int]:
+        """[start, stop) of a parameter in the stepped buffer, with the padding that follows it."""
+        slot = group.layout.slots[index]
+        stop = round_up(slot.stop, ALIGNMENT)
+        if self.replicated:
+            return slot.offset, stop
+        begin, end = group.layout.shard_range(group.comm.rank)
+        start, stop = max(slot.offset, begin), min(stop, end)
+        return (start - begin, stop - begin) if start < stop else (0, 0)
+
+    def runs(self, group: ParamGroup, keys: list[object]) -> list[tuple[object, Run]]:
+        """(key, run) for each maximal stretch of parameters with equal, not-None key.
+
+        A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
+        step count lives on every rank, so that all ranks show the same states.
+        """
+        pending: list[tuple[object, int, int, list[int]]] = []
+        for index, key in enumerate(keys):
+            if key is None:
+                continue
+            start, stop = self.slot_range(group, index)
+            if start == stop:
+                start = stop = pending[-1][2] if pending else 0
+            if pending and pending[-1][0] == key and pending[-1][2] == start:
+                last = pending.pop()
+                pending.append((key, last[1], stop, [*last[3], index]))
+            else:
+                pending.append((key, start, stop, [index]))
+        return [(key, self.make(group, start, stop, indices)) for key, start, stop, indices in pending]
+
+    def split(self, run: Run) -> list[Run]:
+        """One run per parameter, each with its part of the states."""
+        parts = []
+        for index in run.indices:
+            start, stop = self.slot_range(run.group, index)
+            part = self.make(run.group, start, stop, [index])
+            part.states = run.states.cut(start - run.start, stop - run.start, part.tensor)
+            parts.append(part)
+        run.states.clear()
+        return parts
+
+    def joined(self, runs: list[Run]) -> list[Run]:
+        """Neighbours with states of equal kind become one run again: the reverse of `split`."""
+        bunches: list[list[Run]] = []
+        kind: object = None
+        for run in runs:
+            last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
+            adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
+            if adjoins and kind == run.states.kind():
+                bunches[-1].append(run)
+            else:
+                bunches.append([run])
+                kind = run.states.kind()
+        return [bunch[0] if len(bunch) == 1 else self._join(bunch) for bunch in bunches]
+
+    def _join(self, parts: list[Run]) -> Run:
+        filled = [run for run in parts if run.numel] or parts[:1]
+        indices = [index for run in parts for index in run.indices]
+        joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
+        joined.states.join([run.states for run in filled])  # type: ignore[arg-type]
+        for run in parts:
+            run.states.clear()
+        return joined
+
+
+def stepped_rest(group: ParamGroup) -> Rest:
+    """What is stepped of an offloaded group: masters where there are any, else the values."""
+    return group.master if group.master is not None else group.values.rest
+
+
+def state_nbytes(state: dict[Tensor, dict]) -> int:
+    """Bytes of all state tensors of the size of their run (step counters and the like are left out)."""
+    return sum(
+        value.nbytes
+        for tensor, entries in state.items()
+        for value in entries.values()
+        if isinstance(value, torch.Tensor) and value.shape == tensor.shape
+    )

@@ -1,0 +1,566 @@
+"""The sharded optimizer: the user's optimizer object, stepping flat shards instead of parameters.
+
+`zs.shard` gives the object a new class, so schedulers and param_groups that refer to it keep working; its original
+class goes on as an *inner* optimizer over runs (optim/segments.py). One step, in three phases:
+
+    agree     local square sums -> global norm; non-finite anywhere: every rank skips
+    update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
+    publish   replicated parameters are gathered again; sharded ones are gathered when they are next used
+
+Hyperparameters are read from the outer param_groups before every step. Norms are sums of fp32 square sums per shard,
+combined in fp64 in a fixed order, so that stages agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.codec import exchange_values
+from ..config import Placement, Tier
+from ..errors import ConfigError, ModelClosed, NonFiniteError, ZeroshardError
+from ..memory.ledger import OPTIMIZER
+from ..zero.gradient_account import Clipped
+from ..zero.runtime import Runtime
+from ..zero.unit import ParamGroup
+from .cpu_kernels import matches
+from .delayed_update import DelayedStep
+from .lr_schedulers import Tally, respect_skipped_steps
+from .offloaded_step import HostStepper, Job
+from .segments import Run, RunMaker, state_nbytes
+from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
+from .step_record import StepRecord
+from .validation import check_members
+
+
+class OptimizerCore:
+    """What a sharded optimizer does; `optimizer.core`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+        self.outer, self.runtime, self.comm = optimizer, runtime, runtime.comm
+        self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
+        self.inner = inner_copy(optimizer)
+        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers)
+        self.host: HostStepper | None = None
+        if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
+            self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, self._fused())
+        self.delayed: DelayedStep | None = None
+        if self.host is not None and runtime.config.delayed_update is not None:
+            self.delayed = DelayedStep(self.host)
+        self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
+        self.parted = False  # runs were split so that a state could be written: see mapping.py
+        self.members = [list(group["params"]) for group in optimizer.param_groups]
+        self.group_of = {id(p): number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
+        for group in runtime.groups:
+            if not group.trainable:
+                continue
+            keys: list[object] = [self.group_of.get(id(param)) for param in group.params]
+            for number, run in self.maker.runs(group, keys):
+                self.runs[number].append(run)  # type: ignore[index]
+        self._show_runs()
+        self.last_step: StepRecord | None = None
+        self.tally = Tally()
+        self._skipped_in_a_row = 0
+        self._state_nbytes = 0
+
+    def _fused(self) -> bool:
+        """Whether the host steps with fused kernels: see config.Offload."""
+        given = self.runtime.config.offload_optimizer.fused
+        if given is not None:
+            return given
+        return self.runtime.tiers.separate or matches(self.outer)
+
+    def _show_runs(self) -> None:
+        """The inner optimizer's param_groups are the runs that it steps on the device."""
+        for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
+            group["params"] = [run.tensor for run in runs if run.tensor is not None]
+
+    @property
+    def stepped_groups(self) -> list[ParamGroup]:
+        """Parameter groups that have a gradient, the same on every rank."""
+        return [g for g in self.runtime.groups if g.grads is not None and g.grads.reduced and any(g.active)]
+
+    # -- agree -----------------------------------------------------------------------------------------------
+
+    def global_norm(self) -> tuple[float, float]:
+        """Norm of the mean gradient over all ranks (collective), non-finite where any element is; what gradients are a multiple of.
+
+        That is the loss scale times the mean weight.
+        """
+        buffers = [group.grads for group in self.stepped_groups]
+        known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
+        total = sum(value for value in known if isinstance(value, float))
+        total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
+        total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
+        on_device = [value for value in known if isinstance(value, Tensor)]
+        total += float(torch.stack(on_device).sum()) if on_device else 0.0
+        total /= self._scale() ** 2
+        values = self.runtime.values
+        account = self.runtime.account
+        mine = struct.pack("<dd?Q", total, account.weight, account.unweighted, values.fingerprint())
+        again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
+        parts = self.comm.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
+        everyone = [struct.unpack("<dd?Q", part) for part in parts]
+        total, weight, unweighted, _ = (sum(column) for column in zip(*everyone, strict=True))
+        values.agree([part[-1] for part in everyone])
+        if weight and unweighted:
+            raise ZeroshardError(
+                "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
+                "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
+            )
+        mean = weight / self.comm.world_size if weight else 1.0  # reductions took the plain mean over ranks
+        return (math.sqrt(total) if total >= 0 else math.nan) / mean, self._scale() * mean
+
+    def _scale(self) -> float:
+        """The loss scale, where this rank's reduced gradients are still a multiple of it."""
+        return 1.0 if self.runtime.account.unscaled else self.runtime.progress.loss_scale
+
+    def clip(self, max_norm: float | None) -> float:
+        """Undo loss scale and weights, and scale all gradients so that their global norm is at most `max_norm`.
+
+        Returns the norm before clipping (collective). The step that follows takes it from here. Where it is not finite
+        gradients stay as they are, and the step asks again, on all ranks: somebody may have mended them by then.
+        """
+        self.runtime.flush()
+        self.runtime.attendance.tell("clip", max_norm)
+        return self._clip(max_norm)
+
+    def _clip(self, max_norm: float | None) -> float:
+        if self._known():
+            found, divisor = self.runtime.account.clipped, 1.0  # done by an earlier call for this step
+            norm = found.norm * found.coefficient
+        else:
+            norm, divisor = self.global_norm()
+        coefficient = 1.0
+        if math.isfinite(norm):
+            coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm is not None else 1.0
+            self._scale_gradients(coefficient / divisor)
+            self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
+        self.runtime.account.clipped = Clipped(norm, coefficient, max_norm, self._writes())
+        return norm
+
+    def _known(self) -> bool:
+        """True if the norm that was found is still that of the gradients."""
+        found = self.runtime.account.clipped
+        return found is not None and math.isfinite(found.norm) and found.writes == self._writes()
+
+    def _writes(self) -> list[int]:
+        return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
+
+    @torch.no_grad()
+    def _scale_gradients(self, factor: float) -> None:
+        if factor == 1.0:
+            return
+        for group in self.stepped_groups:
+            group.grads.scale(factor)
+
+    # -- step ------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepRecord:
+        """One step (collective). Without gradients on any rank: a no-op with a record that says so."""
+        runtime = self.runtime
+        if runtime.closed:
+            raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
+        runtime.tiers.check()
+        for unit in runtime.units:
+            unit.check_unchanged()
+        check_members(self.outer, self.members, runtime.groups)
+        runtime.flush()
+        runtime.attendance.tell("step", plain_options(self.outer))
+        self.last_step = self._agree_and_step()
+        self.comm.progress.step_over(runtime.attendance.steps)
+        return self.last_step
+
+    def _agree_and_step(self) -> StepRecord:
+        runtime, account = self.runtime, self.runtime.account
+        if not self.stepped_groups:
+            self.comm.exchange(b"", "optimizer step without gradients")  # a rank that is alone with it is told
+            runtime.attendance.count_step()
+            return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
+        scale = runtime.progress.loss_scale
+        if not self._known():
+            found = account.clipped
+            undone = found is not None and not math.isfinite(found.norm)  # a clip that found nothing to clip
+            self._clip(found.max_norm if undone else runtime.config.max_grad_norm)
+        runtime.attendance.count_step()
+        assert account.clipped is not None
+        norm, coefficient = account.clipped.norm, account.clipped.coefficient
+        account.clipped = None
+        if not math.isfinite(norm):
+            return self._skip(norm, scale)
+        self.publish(self._update())
+        self._skipped_in_a_row = 0
+        runtime.progress.note_step(skipped=False)
+        return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
+
+    def _skip(self, norm: float, scale: float) -> StepRecord:
+        """Every rank skips; the record names parameters and ranks; too many in a row end the run (B20)."""
+        names = self._nonfinite_names()
+        self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
+        self._skipped_in_a_row += 1
+        self.runtime.progress.note_step(skipped=True)
+        limit = self.runtime.config.max_skipped_steps
+        if self._skipped_in_a_row >= limit:
+            hint = (
+                " With fp16 this happens to models trained in bf16: use precision='bf16'."
+                if self.runtime.progress.scaler is not None
+                else " Check the data and the learning rate."
+            )
+            raise NonFiniteError(
+                f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}"
+            )
+        return self.last_step
+
+    def _nonfinite_names(self) -> tuple[str, ...]:
+        """"name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
+        mine = []
+        for group in self.stepped_groups:
+            for index, spec in enumerate(group.specs):
+                if torch.isfinite(group.homes[index].fetch(gradient=True)).all():
+                    continue
+                ranks = sorted(group.grads.culprits)
+                where = f"rank {', '.join(map(str, ranks))}" if ranks else f"shard of rank {self.comm.rank}"
+                mine.append(f"{spec.name} ({where})")
+        everyone = exchange_values(self.comm, mine, "optimizer step: names of non-finite gradients")
+        return tuple(dict.fromkeys(name for names in everyone for name in names))
+
+    @torch.no_grad()
+    def _update(self) -> list[ParamGroup]:
+        """Step on this rank's shards; the groups whose parameters were written, the same on every rank."""
+        self.comm.fence_write(synchronised=True)  # the norm's exchange was the barrier
+        self.runtime.settle()
+        groups = self.stepped_groups
+        stepped = set(map(id, groups))
+        self.wait()
+        for group in groups:
+            self.refresh_masters(group)
+        published = self._publish_delayed() if self.delayed is not None else []
+        self._join_parted()
+        self._split_where_inactive(stepped)
+        self._copy_options(self.outer, self.inner)
+        runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
+        before = self._settings() if self.host is not None else None
+        self.inner.step()
+        for run in runs:
+            if run.tensor is not None:
+                run.tensor.grad = None
+        self._copy_options(self.inner, self.outer)
+        if before is not None:
+            self._step_on_host(runs, *before)
+        for group in groups:
+            if group.master is not None and group.offload.tier is Tier.DEVICE:
+                self._put_values(group, self.maker.stepped(group))
+        self._enter_states()
+        return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not: handed over
+
+    def _put_values(self, group: ParamGroup, stepped: Tensor) -> None:
+        """Parameters <- masters, rounded."""
+        if self.replicated:
+            group.values.full.copy_(stepped)
+        else:
+            group.values.forget()
+            rest = group.values.rest
+            rest.store(0, stepped if rest.resident else stepped.to(rest.dtype))  # rounded before it travels
+
+    def _settings(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Options of the groups, and numbers that the class keeps on itself, as they are before a step.
+
+        The host steps chunk by chunk and every chunk begins with them: a class that counts its steps there counts once. Copies:
+        schedulers write into a tensor of a learning rate while a delayed update runs.
+        """
+        copied = lambda value: value.clone() if isinstance(value, Tensor) else value  # noqa: E731
+        groups = [{k: copied(v) for k, v in group.items() if k != "params"} for group in self.inner.param_groups]
+        own = vars(self.inner).items()
+        return groups, {k: copied(v) for k, v in own if k not in _NOT_COPIED and isinstance(v, (int, float, Tensor))}
+
+    def _step_on_host(self, runs: list[Run], options_of: list[dict[str, Any]], attributes: dict[str, Any]) -> None:
+        """Step the offloaded runs, in the order of the model."""
+        assert self.host is not None
+        options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
+        offloaded = [run for run in runs if run.tensor is None]
+        grads = {id(run.group): run.group.grads for run in offloaded}
+        for buffer in grads.values():
+            buffer.land()
+        warm_up = self.runtime.config.delayed_update
+        if warm_up is None or self.runtime.progress.steps < warm_up:
+            self.host.step([Job(r, options[id(r)], attributes, r.group.grads.rest, r.group.grads.factor) for r in offloaded])
+            return
+        factors = {key: buffer.factor for key, buffer in grads.items()}
+        rests = {key: buffer.hand_over() for key, buffer in grads.items()}
+        for run in offloaded:
+            run.group.active = [False] * len(run.group.specs)
+        self.delayed.start(
+            [Job(r, options[id(r)], attributes, rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
+        )
+
+    def _publish_delayed(self) -> list[ParamGroup]:
+        """Parameters take what the delayed update has made of their masters; the groups concerned."""
+        groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
+        for group in groups:
+            self.refresh_masters(group)  # what the user has written meanwhile stands
+            self._put_values(group, group.master.host(0, group.master.numel))
+        return groups
+
+    def wait(self) -> None:
+        """Return when masters and states are at rest and nobody's but ours."""
+        if self.delayed is not None:
+            self.delayed.wait()
+        self.runtime.before_change()
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
+        self.wait()
+        if self.delayed is not None and self.delayed.unpublished:
+            self.comm.fence_write()
+            self.runtime.settle()
+            self.publish(self._publish_delayed())
+        for group in self.runtime.groups:
+            self.refresh_masters(group)
+
+    def begin_write(self) -> None:
+        """Values, masters or states are about to be written other than by a step: what was read ahead is outdated."""
+        self.wait()
+        if self.host is not None:
+            self.host.forget()
+
+    def _all_runs(self) -> list[Run]:
+        return [run for runs in self.runs for run in runs]
+
+    def _join_parted(self) -> None:
+        """What was split for writes to states, and is alike now, is stepped together again."""
+        if self.parted:
+            self.parted = False
+            self.runs = [self.maker.joined(runs) for runs in self.runs]
+            self._show_runs()
+
+    def _split_where_inactive(self, stepped: set[int]) -> None:
+        """A run with a parameter that has no gradient on any rank falls apart: that one keeps its state."""
+        changed = False
+        for number, runs in enumerate(self.runs):
+            result: list[Run] = []
+            for run in runs:
+                active = [run.group.active[i] for i in run.indices] if id(run.group) in stepped else [False]
+                if len(set(active)) > 1:
+                    result += self.maker.split(run)
+                    changed = True
+                else:
+                    result.append(run)
+            self.runs[number] = result
+        if changed:
+            self._show_runs()
+
+    def refresh_masters(self, group: ParamGroup) -> None:
+        """Masters follow what the user wrote into parameters since the last step."""
+        if not group.values.sharded:
+            for index, param in enumerate(group.params):
+                if param._version != group.versions[index]:
+                    group.versions[index] = param._version
+                    group.dirty.add(index)
+        if group.dirty and self.host is not None:
+            self.host.forget()
+        for index in group.dirty if group.master is not None else ():
+            start, stop = self.maker.slot_range(group, index)
+            whole = group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
+            group.master.store(start, whole[start:stop])
+        group.dirty.clear()
+
+    @staticmethod
+    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Options of the groups, and what the optimizer's class keeps on itself (a step count, say)."""
+        for name, value in vars(source).items():
+            if name not in _NOT_COPIED and not name.endswith("_hooks"):
+                vars(target)[name] = value
+        for given, kept in zip(source.param_groups, target.param_groups, strict=True):
+            for key, value in given.items():
+                if key != "params":
+                    kept[key] = value
+
+    def publish(self, written: list[ParamGroup]) -> None:
+        """Replicated parameters of a sharded optimizer: gather what each rank has written. Autograd learns of all."""
+        for group in written:
+            group.mark_written()
+        if not self.replicated:
+            works = [g.values.gather() for g in written if not g.values.sharded]
+            for work in works:
+                work.wait()
+            if works:
+                self.comm.exchange(b"", "parameters gathered")  # before any rank writes to what peers copy
+        self.comm.fence_read()
+
+    def _enter_states(self) -> None:
+        """States of the inner optimizer; columns enter themselves."""
+        nbytes = state_nbytes(self.inner.state)
+        if nbytes != self._state_nbytes:
+            self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
+            self._state_nbytes = nbytes
+
+    def poll(self) -> None:
+        """Let transfers for the next step progress."""
+        if self.host is not None and (self.delayed is None or not self.delayed.running):
+            self.host.poll()
+
+    # -- state by parameter ----------------------------------------------------------------------------------
+
+    def state_by_param(self) -> dict[Tensor, dict[str, Any]]:
+        """States by parameter, tensors as sharded tensors of the true shape."""
+        return state_by_param(self)
+
+    def load_state(self, states: dict[int, dict[str, Any]]) -> None:
+        """Take states by parameter id, tensors whole or sharded alike."""
+        load_state(self, states)
+
+    def states_changed(self) -> None:
+        """Runs were made anew."""
+        self._show_runs()
+        self._enter_states()
+
+    def close(self) -> None:
+        """Drop states."""
+        self.wait()
+        if self.host is not None:
+            self.host.close()
+        self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)
+        self._state_nbytes = 0
+        self.inner.state.clear()
+        self.runs = []
+
+
+class DropsGradients(torch.optim.Optimizer):
+    """Stands where torch's `zero_grad` does: a user's own may come before it, and call it by super()."""
+
+    core: OptimizerCore
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients, or (not set_to_none) leave zeros where there are some, which a step then steps with."""
+        self.core.runtime.drop_gradients() if set_to_none else self.core.runtime.zero_gradients()
+
+
+class ShardedOptimizer:
+    """Mixed into the class of the user's optimizer by `shard_optimizer`."""
+
+    core: OptimizerCore
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Any = None) -> Any:
+        """One step (collective). See `last_step` for what it did."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.core.step()
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. What is written into its dicts stays there."""
+        found = super().state_dict()  # type: ignore[misc]
+        for key, entries in found["state"].items():
+            if isinstance(entries, ParameterState):
+                found["state"][key] = plain(entries)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch. Tensors are whole (a state dict of one process) or sharded alike (this optimizer's own)."""
+        super().load_state_dict({**state_dict, "state": {}})  # type: ignore[misc]
+        names = [name for group in state_dict["param_groups"] for name in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]  # type: ignore[attr-defined]
+        given = state_dict["state"]
+        self.core.load_state({id(p): given[n] for n, p in zip(names, params, strict=True) if n in given})
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step, None before the first."""
+        return self.core.last_step
+
+    @property
+    def state(self) -> dict:
+        """Optimizer states by parameter, tensors sharded; see mapping.py for what may be written."""
+        return mapping_of(self.core)
+
+    @state.setter
+    def state(self, value: dict) -> None:
+        self.core.load_state({id(param): entries for param, entries in value.items()})
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Refused: buffers are laid out already."""
+        raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer.")
+
+
+_NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and the inner's own
+
+
+def plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Options of the parameter groups that are numbers, texts or lists of these: what ranks can tell each other."""
+    groups = [{k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups]
+    return [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in groups]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -> None:
+    """Give the parameter groups the options that another rank told, each as what it is here: a tensor, a tuple."""
+    for group, options in zip(optimizer.param_groups, told, strict=True):
+        for key, value in options.items():
+            mine = group.get(key)
+            if isinstance(mine, Tensor):
+                mine.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(mine, tuple) else value
+
+
+def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
+    inner = object.__new__(type(optimizer))
+    inner.__dict__.update(optimizer.__dict__)
+    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
+    inner.state = defaultdict(dict)
+    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
+    for name in list(inner.__dict__):
+        if name.endswith("_hooks"):
+            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
+    return inner
+
+
+def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
+    """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
+    respect_skipped_steps()
+    given = {id(param): entries for param, entries in optimizer.state.items()}
+    core = OptimizerCore(optimizer, runtime)
+    wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
+    optimizer.__dict__.pop("state")
+    optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
+    cls = type(optimizer)
+    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls, DropsGradients), {})
+    optimizer.core = core  # type: ignore[attr-defined]
+    if given:
+        core.load_state(given)
+    if wrapped is not None:
+        _rewrap_for_schedulers(optimizer)
+    return optimizer
+
+
+def _rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return plain(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+

@@ -1,0 +1,232 @@
+"""Optimizer states from elsewhere (a state dict, a checkpoint) into runs.
+
+Parameters whose counters are equal become one run again: what was split because a parameter missed a step, or came from
+another partition, is stepped by as few kernels as its state allows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..io.aligned import empty
+from ..io.tensor_reader import Bulk
+from ..offload.storage import Rest
+from ..utils.torch_compat import alone
+from ..zero.runtime import Runtime
+from ..zero.unit import ParamGroup
+from .segments import Run, RunMaker
+from .state_storage import ColumnStates, DeviceStates, hashable
+
+_CHUNK_NUMEL = 4 << 20  # elements of an offloaded state that are read at a time
+
+
+class Reader(Protocol):
+    """A flattened tensor of the shape of a parameter, readable in parts."""
+
+    dtype: torch.dtype
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Fill `out` (n,) with elements [start, start + n), converted to its dtype."""
+
+
+class Core(Protocol):
+    """What is asked of an optimizer's core (optim/sharded_optimizer.py)."""
+
+    runtime: Runtime
+    comm: Comm
+    outer: torch.optim.Optimizer
+    replicated: bool
+    runs: list[list[Run]]
+    maker: RunMaker
+    group_of: dict[int, int]
+    parted: bool
+
+    def wait(self) -> None:
+        """Return when states are at rest and nobody's but ours."""
+
+    def begin_write(self) -> None:
+        """States are about to be written."""
+
+    def states_changed(self) -> None:
+        """They have been, and runs are new."""
+
+
+@dataclass
+class SavedState:
+    """The optimizer state of one parameter. tensors: one value an element; scalars: all else."""
+
+    tensors: dict[str, Reader] = field(default_factory=dict)
+    scalars: dict[str, Any] = field(default_factory=dict)
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        scalars = tuple((key, hashable(value)) for key, value in sorted(self.scalars.items()))
+        return tuple(sorted((key, reader.dtype) for key, reader in self.tensors.items())), scalars
+
+
+class TensorReader:
+    """A whole tensor, or the slice of one from element `first` on."""
+
+    def __init__(self, values: Tensor, first: int = 0) -> None:
+        self.values, self.first, self.dtype = values.detach().reshape(-1), first, values.dtype
+
+    def read(self, start: int, out: Tensor) -> None:
+        out.copy_(self.values[start - self.first : start - self.first + out.numel()])
+
+
+def restore(core: Core, states: dict[int, SavedState]) -> None:
+    """Replace all states. states: by id of the parameter; one that is not there is as before its first step."""
+    Restoring(core, states).put()
+
+
+class Restoring:
+    """States on their way into runs. `note` what will be read, or not; then `put`."""
+
+    def __init__(self, core: Core, states: dict[int, SavedState]) -> None:
+        self.core, self.runs = core, list(_runs(core, states))
+        self._made: dict[int, dict[str, Tensor]] = {}  # id of a run -> states that are being filled
+
+    @torch.no_grad()
+    def note(self, bulk: Bulk, has: Callable[[int], bool]) -> None:
+        """Tell `bulk` what to read: into fresh tensors, for states that no memory waits for; others will be asked for by `put`.
+
+        has: whether there is so much memory to spare on the device, bytes; else all are asked for by `put`.
+        """
+        device, spare = self.core.comm.device, _spare(self.core, self.runs)
+        wanted = [(run, key, reader) for _, run, given in self.runs for key, reader in given[0].tensors.items()]
+        fresh = [(run, reader) for run, key, reader in wanted if key not in spare[id(run)]]
+        room = has(sum(run.numel * state_dtype(run.group, reader.dtype).itemsize for run, reader in fresh))
+        for _, run, given in self.runs:
+            values = {}
+            for key, reader in given[0].tensors.items():
+                waits = not room or key in spare[id(run)]
+                values[key] = empty(run.numel, state_dtype(run.group, reader.dtype), "meta" if waits else device)
+            _fill(self.core, run, given, values, bulk)
+            self._made[id(run)] = {key: value for key, value in values.items() if not value.is_meta}
+
+    @torch.no_grad()
+    def put(self, write_over: bool = False) -> None:
+        """Replace all states.
+
+        write_over: the states that a run of the same elements had, since fresh memory can cost more than what is written to it.
+            What is read must not be those.
+        """
+        core = self.core
+        spare = _spare(core, self.runs) if write_over else {}
+        core.begin_write()
+        for run in (run for runs in core.runs for run in runs):
+            run.states.clear()
+        core.runs = [[] for _ in core.runs]
+        for number, run, given in self.runs:
+            core.runs[number].append(run)
+            if isinstance(run.states, ColumnStates):
+                _fill_columns(run, run.states, given)
+                continue
+            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
+            made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
+            left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
+            for key, reader in left.items():
+                made[key] = old[key] if key in old else empty(run.numel, state_dtype(run.group, reader.dtype), core.comm.device)
+            _fill(core, run, given, {key: made[key] for key in left}, None)
+            entries |= {key: made[key] for key in given[0].tensors}
+            if entries:
+                run.states.save(entries)
+        core.states_changed()
+
+
+def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
+    """Old states that the new runs can have the memory of, by id of the run: those of the same elements that are nobody else's."""
+    before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
+    old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
+    uses = Counter(id(value) for entries in old.values() for value in entries.values())
+    found = {}
+    for _, run, given in runs:
+        entries = old.get((id(run.group), run.start, run.numel), {})
+        found[id(run)] = {
+            key: entries[key]
+            for key, reader in given[0].tensors.items()
+            if run.holds(value := entries.get(key))
+            and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), core.comm.device)
+            and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
+        }  # fmt: skip
+    return found
+
+
+def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run, list[SavedState]]]:
+    """(number of the optimizer's group, a new run, the states of its parameters)."""
+    empty = SavedState()
+    for group in core.runtime.groups:
+        if not group.trainable:
+            continue
+        numbers = [core.group_of.get(id(param)) for param in group.params]
+        given = [states.get(id(param), empty) for param in group.params]
+        keys: list[object] = [
+            None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)
+        ]
+        for (number, _), run in core.maker.runs(group, keys):  # type: ignore[misc]
+            yield number, run, [given[index] for index in run.indices]
+
+
+def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict[str, Any]:
+    """Counters and the like, on the device where the run's step wants them, whichever they come from.
+
+    The host steps with what is on the host. On the device it is as when torch loads a state dict: `step` stays on the host,
+    but for fused and capturable optimizers, whose kernels would take a pointer of the host for one of their own.
+    """
+    on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
+    found = dict(saved.scalars)
+    for key, value in found.items():
+        if isinstance(value, Tensor):
+            to_device = run.tensor is not None and (on_device or key != "step")
+            found[key] = value.to(run.tensor.device if to_device else "cpu", copy=True)  # type: ignore[union-attr]
+    return found
+
+
+def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tensor], bulk: Bulk | None) -> None:
+    """Read states of all parameters of a run, by key, into values (run.numel,). bulk: later.
+
+    Parameter by parameter, as they lie in a checkpoint of ours: what is read again is read in order.
+    """
+    for index, state in zip(run.indices, given, strict=True):
+        home = run.group.homes[index]
+        start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
+        at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
+        for key, value in values.items():
+            place, padding = value[at:end].split((stop - start, end - at - stop + start))
+            padding.zero_()
+            if bulk is None:
+                state.tensors[key].read(start, place)
+            else:
+                bulk.add(state.tensors[key], start, place)
+
+
+def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> None:
+    """The states of a run that rest elsewhere."""
+    if not given[0].tensors and not given[0].scalars:
+        return
+    columns = {key: states.column(key, state_dtype(run.group, reader.dtype)) for key, reader in given[0].tensors.items()}
+    states.names, states.scalars = list(columns), scalars_for(run, {}, given[0])
+    for index, state in zip(run.indices, given, strict=True):
+        home = run.group.homes[index]
+        for key, reader in state.tensors.items():
+            _copy_to_rest(reader, home.start, home.stop, columns[key], home.begin)
+
+
+def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
+    for first in range(start, stop, _CHUNK_NUMEL):
+        values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype, device="cpu")
+        reader.read(first, values)
+        rest.store(begin + first - start, values)
+
+
+def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
+    """Floating-point states have the dtype of what is stepped."""
+    stepped = group.master if group.master is not None else group.values
+    return stepped.dtype if given.is_floating_point else given

@@ -1,0 +1,259 @@
+"""The optimizer states of one run: in the inner optimizer, or in columns that rest on another tier.
+
+A *column* is one state (exp_avg, ...) of a whole shard, resting like everything else in a `Rest`; a run is a range of it.
+So a run can be split without moving anything but its scalars (step counts and the like).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, ShardedWriteError
+from ..memory.ledger import OPTIMIZER
+from ..offload.storage import Rest, Tiers
+from ..tensor.sharded_tensor import ShardedTensor
+from ..zero.unit import ParamGroup, ParamHome
+
+
+class DeviceStates:
+    """States that the inner optimizer keeps itself, under the run's tensor."""
+
+    def __init__(self, state: dict[Tensor, dict], tensor: Tensor) -> None:
+        self.state, self.tensor = state, tensor
+
+    def load(self) -> dict[str, Any]:
+        """Name -> tensor of the run's size, or scalar. Empty before the first step."""
+        return self.state.get(self.tensor) or {}
+
+    def save(self, entries: dict[str, Any]) -> None:
+        """Replace all states."""
+        self.state[self.tensor] = entries
+
+    def clear(self) -> None:
+        """As before the first step."""
+        self.state.pop(self.tensor, None)
+
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        """A state of one value an element, zeros."""
+        self.put(name, torch.zeros(self.tensor.numel(), dtype=dtype, device=self.tensor.device))
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one state as it is: a scalar."""
+        self.state.setdefault(self.tensor, {})[name] = value
+
+    def remove(self, name: str) -> None:
+        """Without one state; without the last it is as before the first step."""
+        entries = self.load()
+        del entries[name]
+        if not entries:
+            self.clear()
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        return _kind(self.load(), lambda value: isinstance(value, Tensor) and value.shape == self.tensor.shape)
+
+    def join(self, parts: list[DeviceStates]) -> None:
+        """Take over the states of neighbours of equal kind, which are left without."""
+        entries = dict(parts[0].load())
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.shape == parts[0].tensor.shape:
+                entries[name] = torch.cat([part.load()[name] for part in parts])
+        for part in parts:
+            part.clear()
+        if entries:
+            self.save(entries)
+
+    def cut(self, start: int, stop: int, part: Tensor | None) -> DeviceStates:
+        """The states of elements [start, stop) of the run, for the tensor `part`; `self` is left without."""
+        assert part is not None
+        entries = self.load()
+        if entries:
+            self.state[part] = {k: _cut(v, self.tensor.numel(), start, stop) for k, v in entries.items()}
+        return DeviceStates(self.state, part)
+
+
+class ColumnStates:
+    """States of elements [start, stop) of the columns of a group's shard, and the run's own scalars."""
+
+    def __init__(self, group: ParamGroup, tiers: Tiers, start: int, stop: int) -> None:
+        self.group, self.tiers, self.start, self.stop = group, tiers, start, stop
+        self.names: list[str] | None = None  # of this run's columns; None before the first step
+        self.scalars: dict[str, Any] = {}
+
+    def column(self, name: str, dtype: Any) -> Any:
+        """The Rest of a column, made when it is first asked for."""
+        columns = self.group.columns
+        if name not in columns:
+            numel = self.group.layout.shard_numel
+            columns[name] = self.tiers.rest(OPTIMIZER, self.group.offload, numel, dtype)
+        return columns[name]
+
+    def load(self) -> dict[str, Any]:
+        """Name -> Rest of the whole column, or scalar. Empty before the first step."""
+        return {**{name: self.group.columns[name] for name in self.names or ()}, **self.scalars}
+
+    def save(self, entries: dict[str, Any]) -> None:
+        """Replace all states."""
+        self.names, self.scalars = [], {}
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.stop - self.start:
+                self.column(name, value.dtype).store(self.start, value)
+                self.names.append(name)
+            else:
+                self.scalars[name] = value
+
+    def clear(self) -> None:
+        """As before the first step."""
+        self.names, self.scalars = None, {}
+
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        """A state of one value an element."""
+        self.column(name, dtype)
+        self.names = [*(self.names or ()), name]
+
+    def put(self, name: str, value: Any) -> None:
+        """Set one state as it is: a scalar."""
+        self.names, self.scalars = self.names or [], {**self.scalars, name: value}
+
+    def remove(self, name: str) -> None:
+        """Without one state; without the last it is as before the first step."""
+        self.names = [other for other in self.names or () if other != name]
+        self.scalars.pop(name, None)
+        if not self.names and not self.scalars:
+            self.clear()
+
+    def kind(self) -> Hashable:
+        """Equal for states that one run can hold together."""
+        return self.names is None, _kind(self.load(), lambda value: isinstance(value, Rest))
+
+    def join(self, parts: list[ColumnStates]) -> None:
+        """Take over the states of neighbours of equal kind: ranges of the same columns."""
+        self.names, self.scalars = parts[0].names, parts[0].scalars
+
+    def cut(self, start: int, stop: int, part: Tensor | None) -> ColumnStates:
+        """The states of elements [start, stop) of the run."""
+        cut = ColumnStates(self.group, self.tiers, self.start + start, self.start + stop)
+        cut.names = None if self.names is None else list(self.names)
+        cut.scalars = {k: _cut(v, -1, 0, 0) for k, v in self.scalars.items()}
+        return cut
+
+
+class StateHome:
+    """The Home (see tensor/sharded_tensor.py) of one parameter's part of a state: read when it is looked at, put back when written.
+
+    begin: its first element in `column`; None: the column is one of the whole shard.
+    """
+
+    def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
+        self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
+        self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
+
+    def tensor(self) -> ShardedTensor:
+        """The state as a sharded tensor of the parameter's shape."""
+        group = self.home.group
+        shape = group.specs[self.home.index].shape
+        tensor = ShardedState(None, shape, self, dtype=self.column.dtype, device=group.comm.device)
+        tensor._of_parameter = True  # writes come through before_write and after_write
+        return tensor
+
+    def before_write(self) -> None:
+        self.home.group.begin_write()
+
+    def fetch(self, gradient: bool) -> Tensor:
+        self.home.group.runtime.optimizer.core.wait()
+        return self.column.load(self.begin, self.begin + self.home.piece.numel)
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.column.store(self.begin + offset, local)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        raise AssertionError("a state is no gradient")
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        return self.home.gather_local(local)
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        raise ShardedWriteError(f"an optimizer state of {self.name} takes no gradient.")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        raise AssertionError("a state is no parameter")
+
+
+class ShardedState(ShardedTensor):
+    """A state as a sharded tensor. `state.data = value` is a write, as `p.data = value` is."""
+
+    _pickled_by = "zs.full_optimizer_state(model) or zs.save"
+
+    def __deepcopy__(self, memo: dict) -> ShardedTensor:
+        """As of `copy.deepcopy(optimizer.state_dict())`: this rank's slice, which `load_state_dict` takes back."""
+        return memo.setdefault(id(self), self.detach().clone())
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        write_state(self, value, f"a state of {self._home.name}")
+
+
+class WholeState(Tensor):
+    """A state of a replicated optimizer: an ordinary tensor, but for `state.data = value`, which is a write."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.plain().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        write_state(self, value, "a state")
+
+    def plain(self) -> Tensor:
+        """The same memory as a plain tensor."""
+        return self.as_subclass(Tensor)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return memo.setdefault(id(self), self.plain().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().__reduce_ex__(protocol)
+
+
+@torch.no_grad()
+def write_state(state: Tensor, value: Tensor, name: str) -> None:
+    """Copy a value of the whole parameter, or one that is cut alike, into a state as it is shown to the user."""
+    if tuple(value.shape) != tuple(state.shape):
+        raise ConfigError(
+            f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "
+            f"{tuple(value.shape)}. To start a parameter anew, remove all of its state: optimizer.state.pop(parameter)."
+        )
+    state.copy_(value)
+
+
+def hashable(value: Any) -> Hashable:
+    """A stand-in for a scalar of any kind that is equal where the scalar is."""
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), tuple(value.reshape(-1).tolist()))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _kind(entries: dict[str, Any], is_column: Callable[[Any], bool]) -> Hashable:
+    return tuple(sorted((name, value.dtype if is_column(value) else hashable(value)) for name, value in entries.items()))
+
+
+def _cut(value: Any, numel: int, start: int, stop: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value[start:stop] if value.dim() == 1 and value.numel() == numel else value.clone()

@@ -1,0 +1,295 @@
+"""`optimizer.state` of a sharded optimizer: by parameter, as torch shows it, made anew at each look.
+
+States live in runs of flat shards (runs.py). The tensors that are shown are the states themselves, so writing into them
+is as ever. The dicts around them are pictures: they hand on what is assigned or removed.
+
+    state[p]["exp_avg"] = value     copied into the state, whole or sharded alike
+    state[p]["step"] = 0            that parameter's own from now on: its run is split, and joined again at the next step
+                                    where neighbours came to be equal
+    del state[p], state.clear()     as before the first step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, ModelClosed
+from ..offload.storage import Rest
+from ..tensor.sharded_tensor import ShardedTensor
+from ..zero.unit import ParamGroup
+from .segments import Run
+from .state_loading import Core, SavedState, TensorReader, restore, scalars_for, state_dtype
+from .state_storage import StateHome, WholeState, hashable, write_state
+
+
+class _HandsOn(dict):
+    """A dict whose changes all pass through `__setitem__` and `__delitem__`; copies of it are plain."""
+
+    _core: Core | None = None  # None: one that somebody has made from another, an ordinary dict
+    _param: Tensor | None = None
+
+    def bind(self, core: Core, param: Tensor | None = None) -> Any:
+        self._core, self._param = core, param
+        return self
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        value = _kept(self[key])
+        del self[key]
+        return value
+
+    def popitem(self) -> tuple[Any, Any]:
+        key = next(reversed(self), None)
+        if key is None:
+            raise KeyError("popitem(): no state")
+        return key, self.pop(key)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc,override]
+        self.update(other)
+        return self
+
+    def copy(self) -> dict:
+        return {key: value.copy() if isinstance(value, _HandsOn) else value for key, value in self.items()}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.copy(),)
+
+
+class ParameterState(_HandsOn):
+    """The states of one parameter by name."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self._core is not None:
+            value = write_entry(self._core, self._param, key, value)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        super().__delitem__(key)
+        if self._core is not None:
+            remove_entry(self._core, self._param, key)
+
+
+class StateByParameter(_HandsOn):
+    """The states of all parameters. One without any has an empty dict, as in torch."""
+
+    def __missing__(self, param: Tensor) -> ParameterState:
+        entries = ParameterState()
+        if self._core is not None:
+            entries.bind(self._core, param)
+        super().__setitem__(param, entries)
+        return entries
+
+    def __setitem__(self, param: Tensor, entries: Mapping[str, Any]) -> None:
+        if self._core is not None:
+            entries = replace(self._core, param, dict(entries))
+        super().__setitem__(param, entries)
+
+    def __delitem__(self, param: Tensor) -> None:
+        super().__delitem__(param)
+        if self._core is not None:
+            replace(self._core, param, {})
+
+    def clear(self) -> None:
+        """All at once: as before the first step."""
+        dict.clear(self)
+        if self._core is not None:
+            load_state(self._core, {})
+
+    def copy(self) -> dict:
+        return defaultdict(dict, super().copy())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, dict(super().copy()))
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def mapping_of(core: Core) -> StateByParameter:
+    """What `optimizer.state` is."""
+    result = StateByParameter()
+    for param, entries in state_by_param(core, WholeState).items():
+        dict.__setitem__(result, param, ParameterState(entries).bind(core, param))
+    return result.bind(core)
+
+
+def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """One parameter's states for a state dict: what is written there stays there."""
+    return {key: value.plain() if isinstance(value, WholeState) else value for key, value in entries.items()}
+
+
+def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dict[str, Any]]:
+    """The inner state as torch shows it: by parameter, tensors as sharded (or `whole`) tensors of the true shape."""
+    core.wait()
+    result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for run in (run for runs in core.runs for run in runs):
+        state = run.states.load()
+        if not state:
+            continue
+        for index in run.indices:
+            views = {key: _view(core, run, index, value, whole) for key, value in state.items()}
+            result[run.group.params[index]] = views
+    return result
+
+
+def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> Any:
+    if isinstance(value, Rest):
+        return StateHome(run.group.homes[index], value).tensor()
+    if not run.holds(value):
+        return value
+    home, slot = run.group.homes[index], run.group.layout.slots[index]
+    start, _ = core.maker.slot_range(run.group, index)
+    if core.replicated:
+        view = value[start - run.start : start - run.start + slot.numel].view(slot.shape)
+        return view if whole is Tensor else view.as_subclass(whole)
+    return StateHome(home, core.runtime.tiers.over(value), start - run.start).tensor()
+
+
+def _kept(value: Any) -> Any:
+    """What was removed, in memory of its own."""
+    if isinstance(value, dict):
+        return {key: _kept(entry) for key, entry in value.items()}
+    return value.detach().clone() if isinstance(value, (ShardedTensor, WholeState)) else value
+
+
+# -- writing -------------------------------------------------------------------------------------------------------
+
+
+def load_state(core: Core, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Replace all states by those given by parameter id, tensors whole or sharded alike."""
+    if core.runtime.closed:
+        if states:
+            raise ModelClosed("optimizer states were given after zs.close(model): give them to the optimizer of a sharded model.")
+        return
+    counters = _counters(core, states)
+    saved: dict[int, SavedState] = {}
+    for group in core.runtime.groups:
+        for index, param in enumerate(group.params):
+            entries = states.get(id(param))
+            if entries:
+                saved[id(param)] = _saved(group, index, entries, counters)
+    restore(core, saved)
+
+
+def _counters(core: Core, states: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """Keys of states that are one number a parameter. For a scalar parameter the shape does not tell."""
+    shapes = {id(p): spec.shape for g in core.runtime.groups for p, spec in zip(g.params, g.specs, strict=True)}
+    return {"step"} | {
+        key
+        for param, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dim() == 0 and shapes.get(param)
+    }
+
+
+def _saved(group: ParamGroup, index: int, entries: Mapping[str, Any], counters: set[str]) -> SavedState:
+    """One parameter's entries, told apart."""
+    saved, shape = SavedState(), group.specs[index].shape
+    for key, value in entries.items():
+        if key in counters or not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            saved.scalars[key] = value
+        elif isinstance(value, ShardedTensor):
+            saved.tensors[key] = TensorReader(value._local, group.homes[index].start)
+        else:
+            saved.tensors[key] = TensorReader(value)
+    return saved
+
+
+def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterState:
+    """All states of one parameter; {}: as before its first step. What is shown then."""
+    given = {key: _kept(value) for key, value in entries.items()}  # a state may be given under another's name
+    shown = _find(core, param)[0].states.load() if given or id(param) in core.group_of else {}
+    for key in [key for key in shown if key not in given]:
+        remove_entry(core, param, key)
+    return ParameterState({key: write_entry(core, param, key, value) for key, value in given.items()}).bind(core, param)
+
+
+def remove_entry(core: Core, param: Tensor, key: str) -> None:
+    """One state of one parameter."""
+    if key in _find(core, param)[0].states.load():
+        core.begin_write()
+        run, _ = _alone(core, param)
+        run.states.remove(key)
+        core.states_changed()
+
+
+@torch.no_grad()
+def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
+    """One state of one parameter. What is shown for it then: a tensor with one value an element is the state itself."""
+    core.begin_write()
+    run, index = _find(core, param)
+    states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
+    is_column = key in states and (isinstance(states[key], Rest) or run.holds(states[key]))
+    if isinstance(value, Tensor) and not is_column and tuple(value.shape) == shape and key not in _scalars(core):
+        run, index = _alone(core, param)
+        if key in states:
+            run.states.remove(key)
+        run.states.add(key, state_dtype(run.group, value.dtype))
+        is_column = True
+    if is_column and isinstance(value, Tensor):
+        shown = _view(core, run, index, run.states.load()[key], WholeState)
+        write_state(shown, value, name)
+        core.states_changed()
+        return shown
+    if key not in states or is_column or hashable(states[key]) != hashable(value):
+        run, index = _alone(core, param)
+        if is_column:
+            run.states.remove(key)
+        options = core.outer.param_groups[core.group_of[id(param)]]
+        run.states.put(key, scalars_for(run, options, SavedState(scalars={key: value}))[key])
+        core.states_changed()
+    return run.states.load()[key]
+
+
+def _scalars(core: Core) -> set[str]:
+    """Keys of states that are one number a parameter, as far as there are states."""
+    found = {"step"}
+    for run in (run for runs in core.runs for run in runs):
+        found |= {key for key, value in run.states.load().items() if not isinstance(value, Rest) and not run.holds(value)}
+    return found
+
+
+def _find(core: Core, param: Any) -> tuple[Run, int]:
+    """The run of a parameter, and the parameter's index in its group."""
+    for run in (run for runs in core.runs for run in runs):
+        for index in run.indices:
+            if run.group.params[index] is param:
+                return run, index
+    what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+    raise ConfigError(
+        f"optimizer.state[...]: {what} is no parameter that this optimizer steps: expected one of optimizer.param_groups, of a "
+        "model that is still sharded. Keep what belongs to no parameter outside of optimizer.state."
+    )
+
+
+def _alone(core: Core, param: Tensor) -> tuple[Run, int]:
+    """The same, in a run of its own."""
+    run, index = _find(core, param)
+    if len(run.indices) > 1:
+        runs = core.runs[core.group_of[id(param)]]
+        position = runs.index(run)
+        runs[position : position + 1] = core.maker.split(run)
+        run, index = _find(core, param)
+    core.parted = True
+    return run, index

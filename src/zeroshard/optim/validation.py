@@ -1,0 +1,89 @@
+"""What an optimizer must be for its steps on flat shards to be its steps on parameters."""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..zero.unit import ParamGroup
+
+_NOT_ELEMENTWISE = {
+    "ADAFACTOR": "has states of a parameter's rows and columns",
+    "LARS": "scales each parameter's update by the norms of the whole",
+    "LBFGS": "takes products of whole gradients, and calls its closure several times",
+    "LAMB": "scales each parameter's update by the norms of the whole",
+    "MUON": "works on whole matrices",
+    "SHAMPOO": "works on whole matrices",
+    "SOAP": "works on whole matrices",
+    "SPARSEADAM": "needs sparse gradients",
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
+    for cls in type(optimizer).__mro__:
+        reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
+        if reason is not None:
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
+                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion."
+            )
+
+
+def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ConfigError for one that holds another: that one would go on stepping parameters, beside their shards."""
+    for name, value in vars(optimizer).items():
+        other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
+        if other is not optimizer:
+            raise ConfigError(
+                f"optimizer: {type(optimizer).__name__}.{name} holds another optimizer ({type(other).__name__}), which would "
+                "step whole parameters: expected one that steps them itself. Give the inner optimizer to zs.shard(), and wrap what "
+                "comes back; of several make one, with a parameter group for each."
+            )
+
+
+def _within(value: Any) -> list[Any]:
+    """The value, or what a list, tuple or dict holds."""
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Raise ConfigError if the optimizer holds a parameter that is not the model's."""
+    for number, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in known:
+                raise ConfigError(
+                    f"the optimizer's group {number} holds a parameter (position {position}, shape "
+                    f"{tuple(param.shape)}) that is not the model's. Build the optimizer from the parameters of the "
+                    "model that you shard; one optimizer per sharded model."
+                )
+
+
+def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:
+    """Raise ConfigError if its groups hold other parameters than `members`, those at zs.shard(). Their order is free."""
+    now = [group["params"] for group in optimizer.param_groups]
+    if len(now) == len(members) and all(
+        len(params) == len(then) and all(map(is_, params, then)) for params, then in zip(now, members, strict=True)
+    ):
+        return
+    names = {id(param): spec.name for group in groups for param, spec in zip(group.params, group.specs, strict=True)}
+    changes = [] if len(now) == len(members) else [f"there are {len(now)} groups, then {len(members)}"]
+    for number, (params, then) in enumerate(zip(now, members, strict=False)):
+        before, after = {id(p): p for p in then}, {id(p): p for p in params}
+        gone = [names[key] for key in before.keys() - after.keys()]
+        new = [names.get(key, f"a tensor of shape {tuple(after[key].shape)}") for key in after.keys() - before.keys()]
+        changes += [f"group {number} is without {', '.join(sorted(gone)[:5])}"] if gone else []
+        changes += [f"group {number} has {', '.join(sorted(new)[:5])}"] if new else []
+    if changes:
+        raise ConfigError(
+            f"optimizer.param_groups: expected the parameters of zs.shard(), but {'; '.join(changes)}. What is stepped was "
+            "laid out then: form the groups before zs.shard() (optimizer.add_param_group). To keep a parameter as it is, give it "
+            "a group with lr=0 and weight_decay=0, drop its gradient (p.grad = None), or set requires_grad=False before "
+            "zs.shard()."
+        )

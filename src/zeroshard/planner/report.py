@@ -1,0 +1,238 @@
+"""The report: bytes per rank by category and bytes sent, measured, beside the closed formulas of the stage.
+
+Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, g bytes a parameter and a gradient):
+
+    parameters        p Psi, sharded p Psi / N
+    gradients         g Psi, sharded g Psi / N
+    optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
+    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+    moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
+                      2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from torch import nn
+
+from ..config import PRECISIONS, Placement, Tier
+from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING, Traffic
+from ..zero.runtime import Runtime, runtime_of
+from ..zero.unit import ParamGroup
+
+STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What zeroshard holds and has sent on this rank. All sizes in bytes.
+
+    at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
+    state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
+    category. moved: so far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one
+    backward and step, by formula. communication: totals by kind. *_nbytes_per_step: sent by one rank. numbers: the dtypes
+    that parameters have, which the precision alone does not tell.
+    """
+
+    stage: int
+    world_size: int
+    rank: int
+    num_parameters: int
+    precision: str
+    at_rest: dict[str, int]
+    formula: dict[str, int]
+    ddp: dict[str, int]
+    peak: dict[str, int]
+    elsewhere: dict[str, dict[str, int]]
+    moved: dict[str, int]
+    theory_moved_per_step: dict[str, int]
+    communication: dict[str, Traffic]
+    steps: int
+    theory_nbytes_per_step: int
+    measured_nbytes_per_step: int
+    units: int
+    numbers: str
+    deviations: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """Plain types, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        head = (
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {self.numbers}, "
+            f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
+        )
+        lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
+        for state in STATES:
+            lines.append(f"{state:<20}{self.at_rest[state]:>16,}{self.formula[state]:>16,}{self.ddp[state]:>16,}")
+        totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
+        lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
+        lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]
+        for tier, held in self.elsewhere.items():
+            lines.append(f"on {tier}: " + ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items()))
+        for link, nbytes in self.moved.items():
+            theory = self.theory_moved_per_step.get(link, 0)
+            lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
+        lines += [f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
+        lines.append(
+            f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
+        )
+        lines += [f"note: {message}" for message in self.deviations]
+        return "\n".join(lines)
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a sharded model on this rank (not collective)."""
+    runtime = runtime_of(model)
+    ledger, world = runtime.ledger, runtime.comm.world_size
+    elsewhere = {
+        tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()
+    }
+    states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
+              for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
+    states[OPTIMIZER] += states.pop(MASTERS)
+    sent = sum(traffic.nbytes for traffic in ledger.traffic.values())
+    return Report(
+        stage=runtime.config.stage,
+        world_size=world,
+        rank=runtime.comm.rank,
+        num_parameters=sum(group.layout.true_numel for group in runtime.groups),
+        precision=runtime.config.precision,
+        at_rest=states,
+        formula=_formula(runtime, sharded=True),
+        ddp=_formula(runtime, sharded=False),
+        peak={name: ledger.peak[name] for name in (GATHERED, STAGING, PARTIAL)},
+        elsewhere={tier: held for tier, held in elsewhere.items() if held},
+        moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.used().items()},
+        theory_moved_per_step=theory_moved_per_step(runtime),
+        communication={kind: Traffic(t.count, t.nbytes, dict(t.units)) for kind, t in ledger.traffic.items()},
+        steps=runtime.progress.steps,
+        theory_nbytes_per_step=theory_nbytes_per_step(runtime),
+        measured_nbytes_per_step=sent // max(runtime.progress.steps, 1),
+        units=len(runtime.units),
+        numbers=_numbers(runtime),
+        deviations=tuple(runtime.messages),
+    )
+
+
+def _numbers(runtime: Runtime) -> str:
+    """"bf16 and fp32", the most frequent first. A precision of fp32 takes a model as it was given, maybe in bf16."""
+    numels: dict[str, int] = {}
+    known = {dtype: name for name, dtype in PRECISIONS.items()}
+    for group in runtime.groups:
+        name = known.get(group.values.dtype, str(group.values.dtype).removeprefix("torch."))
+        numels[name] = numels.get(name, 0) + group.layout.true_numel
+    names = " and ".join(sorted(numels, key=lambda name: -numels[name]))
+    given = " as the model was given" if runtime.config.precision == "fp32" and names != "fp32" else ""
+    low = any(g.trainable and g.master is None and g.values.dtype.itemsize < 4 for g in runtime.groups)
+    return f"{names}{given}{', without fp32 masters' if low and runtime.optimizer is not None else ''}"
+
+
+def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
+    """Bytes by model state for the stage (sharded=False: with everything replicated)."""
+    row, world = runtime.config.row, runtime.comm.world_size
+
+    def held(placement: Placement, nbytes: int) -> int:
+        return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
+
+    moments = _moments_per_element(runtime)
+    totals = dict.fromkeys(STATES, 0)
+    for group in runtime.groups:
+        numel = group.layout.true_numel
+        totals[PARAMETERS] += held(row.parameter, numel * group.values.full.itemsize)
+        if group.grads is not None:
+            totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
+            master = 4 if group.master is not None else 0
+            totals[OPTIMIZER] += held(row.optimizer, int(numel * (master + moments)))
+    return totals
+
+
+def _moments_per_element(runtime: Runtime) -> float:
+    """Bytes of optimizer moments per stepped element, read off the states (0 before the first step)."""
+    if runtime.optimizer is None:
+        return 0.0
+    for tensor, state in runtime.optimizer.core.inner.state.items():
+        like = [v for v in state.values() if getattr(v, "shape", None) == tensor.shape]
+        return float(sum(v.element_size() for v in like))
+    for group in runtime.groups:
+        if group.columns:
+            return float(sum(column.dtype.itemsize for column in group.columns.values()))
+    return 0.0
+
+
+def theory_nbytes_per_step(runtime: Runtime) -> int:
+    """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
+    row, world = runtime.config.row, runtime.comm.world_size
+    total = 0
+    for group in runtime.groups:
+        numel, itemsize = group.layout.true_numel, group.values.full.itemsize
+        if row.parameter is Placement.SHARDED:
+            total += 2 * numel * itemsize
+        elif row.optimizer is Placement.SHARDED and group.grads is not None:
+            total += numel * itemsize
+        if group.grads is not None:
+            total += numel * group.grads.send_dtype.itemsize
+            if row.gradient is Placement.REPLICATED:
+                total += numel * group.grads.dtype.itemsize
+    return total * (world - 1) // world
+
+
+Link = tuple[Tier, Tier]  # from, to
+
+
+def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
+    """Bytes that one rank moves between tiers in a step of one backward, by link: see the module's formulas."""
+    totals: dict[str, int] = {}
+    for group in runtime.groups:
+        numel = -(-group.layout.true_numel // runtime.comm.world_size)
+        for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
+            for (source, target), itemsize in moved.items():
+                link = f"{source.value} -> {target.value}"
+                totals[link] = totals.get(link, 0) + numel * itemsize
+    return totals
+
+
+def pass_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Bytes an element of the shard that one forward and backward move, by link."""
+    moved: dict[Link, int] = {}
+    if group.values.staged:
+        _move(moved, runtime, group.values.tier, Tier.DEVICE, 2 * group.values.dtype.itemsize)
+    if group.grads is not None and group.grads.departure is not None:
+        tier, departure = group.grads.rest.tier, group.grads.departure
+        if runtime.tiers.separate:
+            _move(moved, runtime, Tier.DEVICE, Tier.HOST, departure.dtype.itemsize)
+        _move(moved, runtime, Tier.HOST, tier, group.grads.dtype.itemsize)
+    return moved
+
+
+def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
+    """Bytes an element of the shard that optimizer.step() moves, by link."""
+    moved: dict[Link, int] = {}
+    if group.grads is None or runtime.optimizer is None:
+        return moved
+    values, gradient = group.values.rest, group.grads.rest
+    stepped = group.master if group.master is not None else values
+    here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # where it is stepped
+    states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
+    if group.offload.tier is Tier.DISK:
+        _move(moved, runtime, Tier.DISK, here, states)
+        _move(moved, runtime, here, Tier.DISK, states)
+    _move(moved, runtime, gradient.tier, here, gradient.dtype.itemsize)
+    _move(moved, runtime, stepped.tier, here, stepped.dtype.itemsize)
+    _move(moved, runtime, here, stepped.tier, stepped.dtype.itemsize)
+    if stepped is not values:
+        _move(moved, runtime, here, values.tier, values.dtype.itemsize)
+    return moved
+
+
+def _move(moved: dict[Link, int], runtime: Runtime, source: Tier, target: Tier, itemsize: int) -> None:
+    """Count the hops between two tiers. Where the device's memory is the host's there is none between these."""
+    path = [Tier.DEVICE, Tier.HOST, Tier.DISK]
+    begin, end = path.index(source), path.index(target)
+    step = 1 if begin < end else -1
+    for hop in range(begin, end, step):
+        link = (path[hop], path[hop + step])
+        if runtime.tiers.separate or Tier.DISK in link:
+            moved[link] = moved.get(link, 0) + itemsize

@@ -1,0 +1,119 @@
+"""Norms of sharded tensors: collective, and those of one process. All norms of one call take one exchange.
+
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     p.grad.norm()     torch._foreach_norm(gradients)
+
+Each rank measures its slices and sends one number a tensor; the norm of a tensor is that of the norms of its slices, in
+fp64 and in rank order, so every rank finds the same bits. They come as ordinary tensors: `.item()` works, no wait is left
+behind. A slice without elements sends what changes no norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import ZeroshardError
+
+
+class Slices(Protocol):
+    """What is asked of a sharded tensor (tensor/sharded_tensor.py)."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    _local: Tensor
+    _home: Any
+    _of_gradient: bool
+
+    def numel(self) -> int:
+        """Of the whole tensor."""
+
+
+def whole_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
+    """torch.linalg.vector_norm of a tensor of class `kind`.
+
+    NotImplemented for norms along some dimensions, and where a graph would grow.
+    """
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    tensor, dim, order = given["self"], given.get("dim"), given.get("ord", 2)
+    if dim is not None and len({d % max(tensor.dim(), 1) for d in dim}) != tensor.dim():
+        return NotImplemented
+    if _grows(tensor):
+        return NotImplemented
+    (norm,) = norms([tensor], order, given.get("dtype"), kind)
+    return norm.view((1,) * tensor.dim()) if given.get("keepdim") else norm
+
+
+def foreach_norm(func: Any, args: tuple, kwargs: dict, kind: type) -> Any:
+    """torch._foreach_norm of tensors, some or all of class `kind`."""
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if any(map(_grows, given["self"])):
+        return NotImplemented
+    return norms(given["self"], given.get("ord", 2), given.get("dtype"), kind)
+
+
+def _grows(tensor: Tensor) -> bool:
+    """True where autograd would go on from here: the slices' own gradients would go where nobody looks."""
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind: type) -> list[Tensor]:
+    """The norm of each tensor, those of class `kind` over all ranks (collective)."""
+    order = float(order)
+    plain = [None if isinstance(t, kind) else t for t in tensors]
+    found: list[Any] = [None if t is None else torch.linalg.vector_norm(t, order, dtype=dtype) for t in plain]
+    groups: dict[int, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if found[index] is None:
+            groups.setdefault(id(tensor._home.comm), []).append(index)
+    for indices in groups.values():
+        mine = [tensors[index] for index in indices]
+        dtypes = {own: _result_dtype(own, dtype) for own in {tensor.dtype for tensor in mine}}
+        for index, tensor, norm in zip(indices, mine, _combined(mine, order), strict=True):
+            found[index] = norm.to(tensor.device, dtypes[tensor.dtype])
+    return found
+
+
+def _combined(tensors: list[Slices], order: float) -> Tensor:
+    """(len(tensors),) in fp64 on the host: the norms of tensors of one group of ranks."""
+    measured = torch.stack([_measured(tensor, order) for tensor in tensors]).cpu()
+    undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
+    payload = bytes([undivided]) + measured.numpy().tobytes()
+    everyone = tensors[0]._home.comm.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
+    if any(part[0] for part in everyone):
+        raise ZeroshardError(
+            f"the norm of {name}: gradients of zs.backward(model, loss, weight=...) are weighted sums until the step divides "
+            "them, and so are their norms. Clip with zs.clip_grad_norm_(model, max_norm) or zs.shard(..., max_grad_norm=...)."
+        )
+    rows = [torch.frombuffer(bytearray(part[1:]), dtype=torch.float64) for part in everyone]
+    table = torch.stack(rows)  # (world, tensors)
+    return table.sum(0) if order == 0 else torch.linalg.vector_norm(table, order, dim=0)
+
+
+def _measured(tensor: Slices, order: float) -> Tensor:
+    """The norm of this rank's slice, 0-D in fp64."""
+    local = tensor._local
+    if local.numel() == 0 and tensor.numel() > 0:  # what changes neither a sum of powers nor a maximum or minimum
+        return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
+    wide = torch.promote_types(local.dtype, torch.float32)
+    return torch.linalg.vector_norm(local, order, dtype=wide).double()
+
+
+def _result_dtype(of: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """As torch has it. Raises its error for a dtype that it does not take."""
+    return torch.linalg.vector_norm(torch.empty(0, dtype=of), dtype=wanted).dtype
+
+
+def allow_foreach(*kinds: type) -> None:
+    """Let torch.nn.utils.clip_grad_norm_ measure tensors of these classes in one call by default, as it does DTensors.
+
+    Their module enters them into the same list. One exchange for all, not one a parameter.
+    """
+    known = torch.utils._foreach_utils._foreach_supported_types
+    known += [kind for kind in kinds if kind not in known]

@@ -1,0 +1,55 @@
+"""The home of rows of a sharded tensor (weight[i], weight[a:b]): what is done to them is done to the tensor.
+
+See `Home` in tensor/sharded_tensor.py for what is asked of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import ShardedWriteError
+
+
+class RangeHome:
+    """Rows of a sharded tensor: a contiguous range of its flattened elements, writes go to the parent."""
+
+    def __init__(self, parent: Any, name: str, offset: int, numel: int) -> None:
+        """offset, numel: the rows' range in the flattened parent."""
+        self.parent, self.name, self.offset, self.comm = parent, name, offset, parent.comm
+        begin, end = max(parent.start, offset), min(parent.stop, offset + numel)
+        self.begin = begin - parent.start if begin < end else 0  # in the parent's local slice
+        self.start, self.stop = (begin - offset, end - offset) if begin < end else (0, 0)
+
+    @property
+    def undivided(self) -> bool:
+        return self.parent.undivided
+
+    def before_write(self) -> None:
+        self.parent.before_write()
+
+    def fetch(self, gradient: bool) -> Tensor:
+        return self.parent.fetch(gradient)[self.begin : self.begin + self.stop - self.start]
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.parent.after_write(local, self.begin + offset)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.parent.after_gradient_write(local, self.begin + offset)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        return self.parent.gather_local(local)
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        raise ShardedWriteError(f"{self.name} is a view and takes no gradient of its own.")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        raise ShardedWriteError(f"{self.name} is a view and takes no other data.")

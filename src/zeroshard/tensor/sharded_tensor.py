@@ -1,0 +1,575 @@
+"""Sharded tensors: the true shape outside, this rank's slice inside.
+
+At rest a sharded parameter stands in its module with the global shape, dtype, device and requires_grad, so names,
+state dicts, `numel()` and initialisation code work as on one process. What an operation does with it:
+
+    in-place initialisation   acts on the logical tensor: random draws consume the generator like one process does
+    elementwise               local, if all operands are cut alike (whole tensors are sliced)
+    any(), all()              every rank's answer counts (collective)
+    norms                     those of the whole (collective; tensor/norms.py)
+    in another's forward      computes with the gathered parameter, as on one process (tensor/op_classes.py)
+    anything else             raises, naming the parameter and the remedy; never a no-op, never a crash
+
+`full_tensor()` gathers (collective). Freed memory is never reachable from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..errors import ShardedAccessError, ShardedWriteError
+from .attributes import CarriesAttributes, attributes_of
+from .dcp_chunks import chunk_list, shard_at, write_items
+from .memory_access import HasNoMemory
+from .norms import allow_foreach, foreach_norm, whole_norm
+from .op_classes import computes
+from .rows import RangeHome
+
+aten = torch.ops.aten
+
+
+class Home(Protocol):
+    """Where a sharded tensor belongs: names it, cuts it, and carries out what needs other ranks."""
+
+    name: str
+    start: int  # this rank's elements [start, stop) of the flattened tensor
+    stop: int
+    comm: Any  # of the ranks that have the other slices
+    undivided: bool  # its gradient is a weighted sum that the step will divide
+
+    def before_write(self) -> None:
+        """A parameter's slice is about to be written (collective where peers read it in place)."""
+
+    def fetch(self, gradient: bool) -> Tensor:
+        """The slice of the value (or of the gradient) where it rests: a view, or a copy."""
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        """Elements [offset, offset + n) of a parameter's slice became `local` (n,): a view, or a copy to be put back."""
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        """The same of the gradient's slice."""
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        """(shape) from every rank's slice (collective)."""
+
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient as a sharded tensor, or None."""
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        """Assign or (None) drop the gradient."""
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """The result of an operation with the gathered parameter, where a forward runs; NotImplemented elsewhere."""
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`."""
+
+
+class ShardedTensor(HasNoMemory, torch.Tensor):
+    """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
+
+    _held: Tensor | None  # (stop - start,), or None: the home fetches what is at rest
+    _home: Home
+    _of_parameter = False  # an alias of a parameter (p.data, p[0])
+    _of_gradient = False  # a gradient, or an alias of one
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = False, *,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ) -> ShardedTensor:  # fmt: skip
+        """dtype, device: where `local` is None."""
+        if local is not None:
+            dtype, device = local.dtype, local.device
+        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        tensor._held, tensor._home = local, home
+        return tensor
+
+    @property
+    def _local(self) -> Tensor:
+        """This rank's slice (stop - start,): shares memory, or (offloaded) is a copy that a write must put back."""
+        return self._held if self._held is not None else self._home.fetch(self._of_gradient)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
+            return _random_(func, args, kwargs)
+        if torch.Tag.pointwise in func.tags or _is_local_foreach(func):
+            return _elementwise(func, args, kwargs)
+        raise _refusal(func, args, kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return (
+            f"{type(self).__name__}({self._home.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"elements [{self._home.start}, {self._home.stop}) on this rank, requires_grad={self.requires_grad})"
+        )
+
+    def __deepcopy__(self, memo: dict) -> ShardedTensor:
+        """Of a gradient, or of what was computed: this rank's slice, copied."""
+        if isinstance(self, ShardedParameter) or self._of_parameter:
+            raise ShardedAccessError(
+                f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
+                "zs.full_state_dict(model)."
+            )
+        return memo.setdefault(id(self), self.detach().clone())
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The value without its graph; what is assigned is copied into the slices."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+    def to_local(self) -> Tensor:
+        """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, a copy, on every rank (collective)."""
+        return self._home.gather_local(self._local).view(self.shape)
+
+    def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
+        """Set elements of this rank's slice, wherever it rests; which, as in torch.as_strided."""
+        _begin_write(self)
+        local = self._local
+        local.as_strided(size, stride, local.storage_offset() + offset).copy_(values)
+        stop = offset + 1 + sum((s - 1) * t for s, t in zip(size, stride, strict=True))
+        _end_write(self, local[offset:stop], offset)
+
+    # torch.distributed.checkpoint asks these of tensors (torch/distributed/_checkpointable.py)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return shard_at(self, index)
+
+
+class ShardedParameter(CarriesAttributes, ShardedTensor):
+    """What stands in `module._parameters` at rest. An nn.Parameter by isinstance."""
+
+    _is_param = True
+    _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
+
+    @staticmethod
+    def __new__(
+        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = True, *,
+        dtype: torch.dtype | None = None, device: torch.device | None = None,
+    ) -> ShardedParameter:  # fmt: skip
+        return ShardedTensor.__new__(  # type: ignore[return-value]
+            cls, local, shape, home, requires_grad, dtype=dtype, device=device
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:  # local gradients, as of any data-parallel model
+            args, kwargs = tree_map_only(ShardedParameter, lambda param: param._compute, (args, kwargs))
+        elif computes(func, args, kwargs, ShardedParameter):
+            for param in _parameters_in((args, kwargs)):
+                result = param._home.lend(func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The sharded value without its graph; what is assigned is copied into the slices."""
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._home.assign(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
+        return self._home.gradient()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._home.set_gradient(value)
+
+    def register_hook(self, hook: Callable) -> Any:
+        """As on a tensor: sees the local gradient, of the true shape, in backward."""
+        return self._compute.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As on a tensor: called with the gathered parameter when its local gradient is complete."""
+        return self._compute.register_post_accumulate_grad_hook(hook)
+
+
+class ReplicatedParameter(nn.Parameter):
+    """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
+
+    _home: Home
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The value without its graph, but with its count of writes: masters follow them. What is assigned is copied."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._home.assign(self, value)
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        """The mean gradient over ranks (sharded placement: a sharded tensor of the true shape), or None."""
+        local = local_grad(self)
+        if local is not None or torch.compiler.is_compiling():
+            return local
+        return self._home.gradient()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if local_grad(self) is not None:  # inside a hook of the user: what this rank is about to send
+            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            self._home.set_gradient(value)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """An ordinary parameter: the copy belongs to no sharded model."""
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """As an ordinary parameter, which it is when it comes back."""
+        copy = self.__deepcopy__({})
+        copy.__dict__.update(attributes_of(self))
+        return copy.__reduce_ex__(protocol)
+
+
+class ReleasedParameter(nn.Parameter):
+    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        reads_data = getattr(func, "__self__", None) is torch.Tensor.data
+        if getattr(func, "__name__", "") in _HARMLESS and not reads_data:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise ShardedAccessError(
+            "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
+            "take it from the module (a sharded parameter), or use zs.gathered(module)."
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return "ReleasedParameter(its unit is not gathered)"
+
+
+_HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
+
+
+def local_grad(param: Tensor) -> Tensor | None:
+    """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
+    return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+
+
+def set_data(param: Tensor, value: Tensor) -> None:
+    """`param.data = value` as torch does it: the parameter gets other memory."""
+    torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+
+
+def clear_local_grad(param: Tensor) -> None:
+    """Drop what autograd has accumulated on a tensor."""
+    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+
+
+# -- operations ----------------------------------------------------------------------------------------------
+
+
+def _writes_first(func: Any) -> bool:
+    arguments = func._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
+def _is_local_foreach(func: Any) -> bool:
+    name = func._schema.name
+    operation = name.removeprefix("aten::_foreach_")
+    return operation != name and operation not in ("max", "mm", "norm", "powsum")
+
+
+_NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
+
+
+def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
+    tensors = _sharded_in((args, kwargs))
+    kind = ShardedWriteError if _writes_first(func) and isinstance(args[0], ShardedTensor) else ShardedAccessError
+    names = list(dict.fromkeys(t._home.name for t in tensors))
+    of_gradient = any(t._of_gradient for t in tensors)
+    whole = "the whole gradient of" if of_gradient else "the whole of"
+    remedy = _remedy(func._schema.name, of_gradient, kind is ShardedWriteError)
+    if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
+        remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+    return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
+
+
+def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
+    """What to do in place of an operation that slices do not allow."""
+    if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        return (
+            "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
+            "the loss and skips steps with overflows itself (optimizer.last_step)."
+        )
+    if operation in _NORMS and not of_gradient:
+        return "For its norm take that of `p.full_tensor()`, on all ranks, or ask for it under torch.no_grad()."
+    if of_gradient:
+        return "Take `p.grad.full_tensor()`, or zs.full_gradients(model)."
+    if writes:
+        return "Run it inside `with zs.gathered(module, write=True):`."
+    return (
+        "Do it in the model's forward, run it inside `with zs.gathered(module):`, or take `p.full_tensor()`."
+    )
+
+
+def _sharded_in(tree: Any) -> list[ShardedTensor]:
+    found: list[ShardedTensor] = []
+    tree_map_only(ShardedTensor, found.append, tree)
+    return found
+
+
+def _parameters_in(tree: Any) -> list[ShardedParameter]:
+    found: list[ShardedParameter] = []
+    tree_map_only(ShardedParameter, found.append, tree)
+    return found
+
+
+def _begin_write(tensor: Tensor) -> None:
+    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+        tensor._home.before_write()
+
+
+def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
+    """local: what elements [offset, offset + n) of the slice have become."""
+    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+        tensor._home.after_write(local, offset)
+    elif getattr(tensor, "_of_gradient", False):
+        tensor._home.after_gradient_write(local, offset)
+
+
+def _inherit(alias: ShardedTensor, source: ShardedTensor) -> None:
+    """A write through an alias is a write to what it aliases."""
+    alias._of_parameter = isinstance(source, ShardedParameter) or source._of_parameter
+    alias._of_gradient = source._of_gradient
+
+
+def _alias(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    source = args[0]
+    result = ShardedTensor(source._held, tuple(source.shape), source._home, dtype=source.dtype, device=source.device)
+    # writes through `p.data` or `p.detach()` are writes to the parameter
+    _inherit(result, source)
+    return result
+
+
+def _copy_of(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """clone, _to_copy, *_like: local, with the same cut."""
+    source = args[0]
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("memory_format", "layout", "pin_memory")}
+    local = func(source._local, *args[1:], **kwargs)
+    return ShardedTensor(local, tuple(source.shape), source._home)
+
+
+def _pad(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """By nothing, as Transformers fits the bias of a head that is tied: a copy."""
+    if any(args[1]):
+        raise _refusal(func, args, kwargs)
+    return _copy_of(aten.clone.default, args[:1], {})
+
+
+def _new(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """p.new_zeros(...) and the like: dtype and device alone are asked for."""
+    return func(torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
+
+
+def _random_(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """Draw the whole tensor as one process would, keep this rank's slice."""
+    target = args[0]
+    _begin_write(target)
+    whole = torch.empty(tuple(target.shape), dtype=target.dtype, device=target.device)
+    func(whole, *args[1:], **kwargs)
+    local = target._local
+    local.copy_(whole.view(-1)[target._home.start : target._home.stop])
+    _end_write(target, local)
+    return target
+
+
+def _copy_(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardedTensor):
+        raise _refusal(func, args, kwargs)
+    given = _local_of(source, target)
+    _begin_write(target)
+    local = target._local
+    local.copy_(given)
+    _end_write(target, local)
+    return target
+
+
+def _rows(source: ShardedTensor, start: int, stop: int, shape: tuple[int, ...]) -> ShardedTensor:
+    row_numel = source.numel() // max(source.shape[0], 1)
+    name = f"{source._home.name}[{start}:{stop}]"
+    home = RangeHome(source._home, name, start * row_numel, (stop - start) * row_numel)
+    local = None if source._held is None else source._held[home.begin : home.begin + home.stop - home.start]
+    view = ShardedTensor(local, shape, home, dtype=source.dtype, device=source.device)
+    _inherit(view, source)
+    return view
+
+
+def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """weight[i]: one row, as nn.Embedding's padding needs it."""
+    source, dim, index = args
+    if dim % max(len(source.shape), 1) != 0:
+        raise _refusal(func, args, kwargs)
+    index %= source.shape[0]
+    return _rows(source, index, index + 1, tuple(source.shape[1:]))
+
+
+def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """weight[a:b]: adjacent rows."""
+    source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    if dim % max(len(source.shape), 1) != 0 or step != 1:
+        raise _refusal(func, args, kwargs)
+    start, stop, _ = slice(start, stop).indices(source.shape[0])
+    return _rows(source, start, max(stop, start), (max(stop - start, 0), *source.shape[1:]))
+
+
+def _local_of(operand: Any, lead: ShardedTensor) -> Any:
+    """The part of an operand that belongs to the slice of `lead`."""
+    if isinstance(operand, ShardedTensor):
+        same = (operand._home.start, operand._home.stop) == (lead._home.start, lead._home.stop)
+        if operand.shape != lead.shape or not same:
+            raise ShardedAccessError(
+                f"{operand._home.name} {tuple(operand.shape)} and {lead._home.name} {tuple(lead.shape)} are cut "
+                "differently: expected two tensors sharded alike. Take full_tensor() of one of them."
+            )
+        return operand._local
+    if isinstance(operand, Tensor) and operand.dim() > 0:
+        try:
+            whole = operand.expand(lead.shape)
+        except RuntimeError as error:
+            raise ShardedAccessError(
+                f"{lead._home.name}: expected an operand that broadcasts to {tuple(lead.shape)}, got {tuple(operand.shape)}."
+            ) from error
+        return whole.reshape(-1)[lead._home.start : lead._home.stop]
+    return operand
+
+
+def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
+    if args and isinstance(args[0], (list, tuple)):
+        return _foreach(func, args, kwargs)
+    lead = next(iter(_sharded_in((args, kwargs))))
+    if any(isinstance(a, Tensor) and a.dim() > len(lead.shape) for a in args):
+        raise _refusal(func, args, kwargs)
+    target = args[0] if _writes_first(func) else kwargs.get("out")
+    if target is not None and not isinstance(target, ShardedTensor):
+        raise _refusal(func, args, kwargs)
+    if target is not None:
+        _begin_write(target)
+    local = func(
+        *(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()}
+    )
+    if target is not None:
+        _end_write(target, local)  # in-place and out= return what they wrote
+        return target
+    if not isinstance(local, Tensor):
+        raise _refusal(func, args, kwargs)
+    return ShardedTensor(local, tuple(lead.shape), lead._home)
+
+
+def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """p.isnan().any(), and the rejection loop of nn.init.trunc_normal_: every rank's answer counts (collective)."""
+    (tensor,) = args
+    return func(tensor._home.gather_local(func(tensor._local).view(1)))
+
+
+def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
+    result = (foreach_norm if isinstance(args[0], (list, tuple)) else whole_norm)(func, args, kwargs, ShardedTensor)
+    if result is NotImplemented:
+        raise _refusal(func, args, kwargs)
+    return result
+
+
+_STRETCH_NUMEL = 1 << 24  # of slices that are worked on at a time: what rests elsewhere is copied meanwhile
+
+
+def _foreach(func: Any, args: tuple, kwargs: dict) -> Any:
+    leads, writes, results, begin, numel = args[0], _writes_first(func), [], 0, 0
+    if not any(isinstance(lead, ShardedTensor) for lead in leads):
+        raise _refusal(func, args, kwargs)
+    for lead in leads if writes else ():
+        _begin_write(lead)
+    for end, lead in enumerate(leads, 1):
+        numel += lead._home.stop - lead._home.start if isinstance(lead, ShardedTensor) else 0
+        if numel > _STRETCH_NUMEL or end == len(leads):
+            results += _stretch(func, args, kwargs, slice(begin, end), writes)
+            begin, numel = end, 0
+    return None if writes else results
+
+
+def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) -> list[Any]:
+    """The operation on some of the tensors; those that are not sharded are taken as they are."""
+    leads = args[0][part]
+
+    def localise(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and len(arg) == len(args[0]):
+            pairs = zip(arg[part], leads, strict=True)
+            return [_local_of(a, lead) if isinstance(lead, ShardedTensor) else a for a, lead in pairs]
+        return arg
+
+    localised = [localise(a) for a in args]
+    results = func(*localised, **{k: localise(v) for k, v in kwargs.items()})
+    for lead, local in zip(leads, localised[0], strict=True) if writes else ():
+        _end_write(lead, local)
+    if writes:
+        return []
+    pairs = zip(results, leads, strict=True)
+    return [ShardedTensor(r, tuple(t.shape), t._home) if isinstance(t, ShardedTensor) else r for r, t in pairs]
+
+
+_HANDLERS: dict[Any, Callable] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _copy_of,
+    aten._to_copy.default: _copy_of,
+    aten.empty_like.default: _copy_of,
+    aten.zeros_like.default: _copy_of,
+    aten.ones_like.default: _copy_of,
+    aten.full_like.default: _copy_of,
+    aten.constant_pad_nd.default: _pad,
+    aten.new_empty.default: _new,
+    aten.new_empty_strided.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
+    aten.copy_.default: _copy_,
+    aten.any.default: _any_or_all,
+    aten.all.default: _any_or_all,
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norm,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.zero_.default: _elementwise,
+    aten.fill_.Scalar: _elementwise,
+    aten.fill_.Tensor: _elementwise,
+}
+
+allow_foreach(ShardedTensor, ShardedParameter)

@@ -1,0 +1,162 @@
+"""Tiles: modules that hold a part of a larger parameter, and the module they stand in for. Structure only, no arithmetic.
+
+    head (Tiled)             weight (257, 64) in checkpoints and in full_state_dict; none of its own
+      tiles.0 (Tile)         rows [0, 80)          each tile is a unit: gathered and released on its own
+      tiles.1 (Tile)         rows [80, 160)
+      tiles.2 (Tile)         rows [160, 257)
+
+Parts of a parameter are in order, do not overlap and cover it. `state_dict` and `load_state_dict` of a tiled model use
+the whole's name and shape; the tiles' own names (head.tiles.0.weight) are those of its parameters. The operators are in
+`tiling/layers.py`; this file is what partition, weights and state dicts need to know of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import TiledAccessError
+from .sharded_tensor import ShardedTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of a whole parameter of `shape` a tile holds: [start, stop) of dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start < self.stop <= self.shape[self.dim], self
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This part of a whole tensor: a view."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+class Tile(nn.Module):
+    """A module with a part of the parameters of the `Tiled` module around it. Always a unit of its own."""
+
+    parts: dict[str, Part]  # attribute -> which part of the whole's parameter of that name
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: list[str], *lists: list[str]
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *lists)
+        for name in map(whole_name, missing):  # the user's names, each once
+            if name not in missing_keys and not any(f" {name}:" in error for error in lists[-1]):
+                missing_keys.append(name)
+
+
+class Tiled(nn.Module):
+    """A module that was cut into tiles, in place. It has the attributes it had, but for the parameters."""
+
+    stands_for: type[nn.Module]
+    tiles: nn.ModuleList
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._cut_attributes():
+            raise TiledAccessError(
+                f"{name} of a {type(self).__name__} is in its {len(self.tiles)} tiles. Call the module; for a loss over the "
+                "vocabulary use zs.tiled_cross_entropy(hidden, head, targets); for values, zs.full_state_dict(model) or "
+                f"module.tiles[i].{name}. Initialise and tie weights before zs.tile()."
+            )
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._cut_attributes():
+            raise TiledAccessError(f"{name} of a {type(self).__name__} is in its tiles: replace or tie it before zs.tile().")
+        super().__setattr__(name, value)
+
+    def _cut_attributes(self) -> set[str]:
+        """Names of the parameters that are in the tiles."""
+        tiles = self.__dict__.get("_modules", {}).get("tiles", ())
+        return {attribute for tile in tiles for attribute in tile.parts}
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the weight that was cut."""
+        return self.tiles[0].parts["weight"].dim
+
+    def state_dict(self, *args: Any, prefix: str = "", keep_vars: bool = False, **kwargs: Any) -> Any:
+        """As of the whole module. Where values are slices or `keep_vars` is given, the tiles' names remain."""
+        result = super().state_dict(*args, prefix=prefix, keep_vars=keep_vars, **kwargs)
+        names = {f"{prefix}tiles.{i}.{a}": part.dim for i, tile in enumerate(self.tiles) for a, part in tile.parts.items()}
+        if not keep_vars and not any(isinstance(result[name], ShardedTensor) for name in names):
+            for name, value in join({name: result.pop(name) for name in names}, names).items():
+                result[name] = value
+        return result
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
+    ) -> None:
+        for number, tile in enumerate(self.tiles):
+            for attribute, part in tile.parts.items():
+                given = state_dict.get(prefix + attribute)
+                if given is not None and tuple(given.shape) == part.shape:
+                    state_dict[f"{prefix}tiles.{number}.{attribute}"] = part.of(given)
+                elif given is not None and number == 0:
+                    error = f"size mismatch for {prefix + attribute}: expected {part.shape}, got {tuple(given.shape)}."
+                    lists[-1].append(error)
+        for attribute in self._cut_attributes():
+            state_dict.pop(prefix + attribute, None)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
+
+
+def whole_name(name: str) -> str:
+    """'head.tiles.3.weight' -> 'head.weight'."""
+    *path, tiles, _, attribute = name.split(".")
+    assert tiles == "tiles", name
+    return ".".join([*path, attribute])
+
+
+def part_of(owner: nn.Module, attribute: str) -> Part | None:
+    """Which part of a larger parameter `owner.attribute` is, or None for a whole one."""
+    return owner.parts[attribute] if isinstance(owner, Tile) else None
+
+
+def class_and_name(module: nn.Module, name: str) -> tuple[type[nn.Module], str]:
+    """What a module is for rules by class or name: a tile, and a tiled module, are what they stand for."""
+    if isinstance(module, Tile):
+        name = whole_name(f"{name}.").removesuffix(".")
+    return getattr(module, "stands_for", type(module)), name
+
+
+def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
+    """`values` with the parts of each parameter as one, under its name, at the place of the first of them.
+
+    parts: name of a part -> the dimension that was cut. Ties stay ties: the same parts give the same tensor.
+    """
+    pieces: dict[str, list[Tensor]] = {}
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in parts:
+            pieces.setdefault(whole_name(name), []).append(value)
+            name = whole_name(name)
+        result[name] = value
+    joined: dict[tuple, Tensor] = {}
+    dims = {whole_name(name): dim for name, dim in parts.items()}
+    for name, tensors in pieces.items():
+        key = tuple(map(id, tensors))
+        if key not in joined:
+            joined[key] = torch.cat(tensors, dims[name]) if len(tensors) > 1 else tensors[0]
+        result[name] = joined[key]
+    return result
+
+
+def parts_in(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
+    """For `join`: the entries of a state dict (keep_vars=True) that are parts, found by object, however they are named."""
+    dims = {
+        id(tile._parameters[attribute]): part.dim
+        for tile in model.modules()
+        if isinstance(tile, Tile)
+        for attribute, part in tile.parts.items()
+    }
+    return {name: dims[id(value)] for name, value in state.items() if id(value) in dims}

@@ -1,0 +1,125 @@
+"""Tiled experts: the weights of a mixture of experts, (experts, ..., ...) each, cut by experts.
+
+    experts.gate_up_proj (E, 2 I, H), down_proj (E, H, I)    ->    the same of tiles.k: experts [start_k, stop_k)
+
+    choices (token, expert, weight), sorted by expert      | tile 0      | tile 1   | tile 2         |
+    each tile computes its choices, as tokens with one expert of its own each; a token's sum is over its rows
+
+Known are the classes to which Transformers gives its common interface of experts (`use_experts_implementation`, with
+any implementation): forward(hidden (T, H), index (T, K), weights (T, K)) is the sum over k of weight * expert(hidden).
+A tile is of the class that it is cut from, so its implementation, activations and `_init_weights` are those. All tiles
+run in every forward, whatever tokens there are: ranks gather alike, and an expert without tokens has a gradient of
+zeros, as uncut.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor.tiled_parameter import Part, Tile, Tiled
+
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by the decorator
+
+
+class ExpertsTile(Tile):
+    """Some of the experts. Derived classes, one for each class of experts, have its forward (`_tile_class`)."""
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """(S, H), (S, 1) counted from the tile's first expert, (S, 1) -> (S, H)"""
+        if not len(hidden):
+            return _Idle.apply(hidden, *self._parameters.values())
+        return super().forward(hidden, index, weights)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _blank, (self.stands_for,), self.__dict__
+
+
+class TiledExperts(Tiled):
+    """What a module of experts becomes: same inputs, same outputs. It has the attributes that it had."""
+
+    stands_for: type[nn.Module]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """hidden (T, H), index (T, K), weights (T, K), by whatever names -> (T, H)"""
+        bound = inspect.signature(self.stands_for.forward).bind(self, *args, **kwargs).arguments
+        hidden, index, weights = list(bound.values())[1:]
+        experts, order = index.flatten().sort(stable=True)
+        parts = [next(iter(tile.parts.values())) for tile in self.tiles]
+        starts = torch.tensor([part.start for part in parts], device=experts.device)
+        begins = [*torch.searchsorted(experts, starts).tolist(), len(experts)]
+        rows = []
+        for tile, part, begin, stop in zip(self.tiles, parts, begins, begins[1:], strict=False):
+            chosen = order[begin:stop]
+            local, weight = experts[begin:stop] - part.start, weights.flatten()[chosen]
+            rows.append(tile(hidden[chosen // index.shape[-1]], local.unsqueeze(-1), weight.unsqueeze(-1)))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return torch.cat(rows)[back].unflatten(0, index.shape).sum(dim=-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.stands_for.__name__}, {self.num_experts} experts, in tiles of them"
+
+
+class _Idle(torch.autograd.Function):
+    """A tile without tokens: its parameters take part, with gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, *params: Tensor) -> Tensor:
+        ctx.described = [(param.shape, param.dtype, param.device) for param in params]
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        zeros = []
+        for (shape, dtype, device), wanted in zip(ctx.described, ctx.needs_input_grad[1:], strict=True):
+            zeros.append(torch.zeros(shape, dtype=dtype, device=device) if wanted else None)
+        return grad, *zeros
+
+
+@functools.cache
+def _tile_class(cls: type[nn.Module]) -> type[ExpertsTile]:
+    return type(f"{cls.__name__}Tile", (ExpertsTile, cls), {"stands_for": cls, "__module__": __name__})
+
+
+def _blank(cls: type[nn.Module]) -> ExpertsTile:
+    return object.__new__(_tile_class(cls))
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module is of a class that is known to compute each expert by itself."""
+    return all(name in module.__dict__ for name in _INTERFACE)
+
+
+def why_not(module: nn.Module, name: str) -> str | None:
+    """Why experts can not be cut, or None. name: of the module."""
+    for attribute, param in module._parameters.items():
+        if param is not None and (param.dim() == 0 or len(param) != module.num_experts):
+            return f"{name}.{attribute} {tuple(param.shape)} is not divided by the {module.num_experts} experts"
+    for kind, tensors in (("parameters", module.named_parameters()), ("buffers", module.named_buffers())):
+        common = [each for each, _ in tensors if kind == "buffers" or "." in each]
+        if common:
+            return f"{name} has {kind} that its experts share: {', '.join(common)}"
+    return f"the experts of {name} are spread over ranks already" if module._is_expert_parallel else None
+
+
+def make_tiles(
+    module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]
+) -> list[ExpertsTile]:
+    """The tiles of a module of experts. weights, parts: by attribute, for each tile."""
+    tiles = []
+    for number, part in enumerate(next(iter(parts.values()))):
+        tile = _blank(type(module))
+        nn.Module.__init__(tile)
+        tile.__dict__.update({key: value for key, value in module.__dict__.items() if key not in tile.__dict__})
+        for name, child in module._modules.items():  # activations: no parameters
+            tile.register_module(name, child)
+        for attribute in module._parameters:
+            tile.register_parameter(attribute, weights[attribute][number] if attribute in weights else None)
+        tile.num_experts, tile.parts = part.stop - part.start, {a: each[number] for a, each in parts.items()}
+        tiles.append(tile)
+    return tiles

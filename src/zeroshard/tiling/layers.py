@@ -1,0 +1,147 @@
+"""Tiled operators: the tiles of nn.Linear and nn.Embedding, and the modules that run them one after another.
+
+    Linear, rows       y = [x W_0^T + b_0, x W_1^T + b_1, ...]      every output as before; dx is a sum over tiles
+    Linear, columns    y = ((x_0 W_0^T + b) + x_1 W_1^T) + ...      every dx as before; y is a sum over tiles
+    Embedding          y[i] = W_k[token_i - start_k], k the tile that has the row: selected, no sums
+
+A tile's memory is gathered before its forward and released after it; in backward again, its gradient reduced at once.
+Tiles derive from the classes they are cut from, so that initialisation by class (`_init_weights`) reaches their weights.
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..tensor.tiled_parameter import Part, Tile, Tiled
+from .cross_entropy import LogitStatistics
+
+_NORMAL_CHUNK = 16  # elements: torch draws normal values on the CPU in groups of so many
+
+
+class LinearTile(Tile, nn.Linear):
+    """Rows of a Linear (outputs, with their biases), or columns (inputs; the first tile has the bias)."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: dict[str, Part]) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        self.weight, self.parts = weight, parts
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, with_total: bool = False) -> Any:
+        """x: (..., in_features) -> (..., out_features). With labels (N,): what `tiled_cross_entropy` needs of the logits."""
+        if labels is not None:
+            return LogitStatistics.apply(x, self.weight, self.bias, labels, with_total)
+        return F.linear(x, self.weight, self.bias)
+
+    @property
+    def reset_parameters(self) -> Any:
+        raise AttributeError("a tile is initialised by its whole, in the order of the whole")
+
+
+class EmbeddingTile(Tile, nn.Embedding):
+    """Rows of an Embedding. padding_idx counts from the tile's first row, and is None in the other tiles."""
+
+    def __init__(self, weight: nn.Parameter, padding_idx: int | None, parts: dict[str, Part]) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = weight.shape
+        self.weight, self.padding_idx, self.parts = weight, padding_idx, parts
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+
+    @property
+    def reset_parameters(self) -> Any:
+        raise AttributeError("a tile is initialised by its whole, in the order of the whole")
+
+
+class TiledLinear(Tiled):
+    """What nn.Linear becomes: same inputs, same outputs."""
+
+    stands_for = nn.Linear
+    in_features: int
+    out_features: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)"""
+        if self.dim == 0:
+            return torch.cat([tile(x) for tile in self.tiles], dim=-1)
+        total = None
+        for tile in self.tiles:
+            part = tile.parts["weight"]
+            partial = tile(x[..., part.start : part.stop])
+            total = partial if total is None else total + partial
+        return total
+
+    def reset_parameters(self) -> None:
+        """As nn.Linear: the same draws in the same order (on the CPU the same values)."""
+        gain = nn.init.calculate_gain("leaky_relu", math.sqrt(5))
+        bound = math.sqrt(3.0) * (gain / math.sqrt(self.in_features))  # kaiming_uniform_(a=sqrt(5))
+        with torch.no_grad():
+            if self.dim == 0:
+                for tile in self.tiles:
+                    tile.weight.uniform_(-bound, bound)
+            else:
+                for row in range(self.out_features):
+                    for tile in self.tiles:
+                        tile.weight.data[row].uniform_(-bound, bound)
+            for tile in self.tiles:
+                if tile.bias is not None:
+                    tile.bias.uniform_(-1 / math.sqrt(self.in_features), 1 / math.sqrt(self.in_features))
+
+    def extra_repr(self) -> str:
+        kind = "rows" if self.dim == 0 else "columns"
+        return f"in_features={self.in_features}, out_features={self.out_features}, in tiles of {kind}"
+
+
+class TiledEmbedding(Tiled):
+    """What nn.Embedding becomes: same inputs, same outputs."""
+
+    stands_for = nn.Embedding
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(...) -> (..., embedding_dim). Every tile looks up every token; later tiles take over the tokens from their start."""
+        out, last = None, len(self.tiles) - 1
+        for number, tile in enumerate(self.tiles):
+            start, rows = tile.parts["weight"].start, tile.num_embeddings
+            # not below the first row nor above the last: what is outside the vocabulary raises, as in torch
+            local = (tokens - start).clamp(min=0 if number else None, max=rows - 1 if number < last else None)
+            found = tile(local)
+            out = found if out is None else torch.where((tokens >= start).unsqueeze(-1), found, out)
+        return out
+
+    def reset_parameters(self) -> None:
+        """As nn.Embedding: the same draws in the same order (on the CPU the same values)."""
+        with torch.no_grad():
+            _draw_normal([tile.weight for tile in self.tiles])
+            for tile in self.tiles:
+                if tile.padding_idx is not None:
+                    tile.weight[tile.padding_idx].fill_(0)
+
+    def extra_repr(self) -> str:
+        padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, in tiles of rows"
+
+
+def _draw_normal(tensors: list[Tensor]) -> None:
+    """Fill tensors with the values that one normal_() over all of them would give, a tensor at a time.
+
+    torch fills memory in groups of 16 values, and draws the last 16 again where the length is no multiple: so chunks end
+    at multiples of 16, and the last has at least that many.
+    """
+    total, drawn, end = sum(tensor.numel() for tensor in tensors), 0, 0
+    pending = torch.empty(0, dtype=tensors[0].dtype, device=tensors[0].device)
+    for tensor in tensors:
+        end += tensor.numel()
+        stop = -(-end // _NORMAL_CHUNK) * _NORMAL_CHUNK
+        stop = total if total - stop < _NORMAL_CHUNK else stop
+        fresh = torch.empty(stop - drawn, dtype=pending.dtype, device=pending.device).normal_()
+        pending, drawn = torch.cat([pending, fresh]), stop
+        tensor.copy_(pending[: tensor.numel()].view(tensor.shape))
+        pending = pending[tensor.numel() :]

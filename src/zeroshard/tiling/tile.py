@@ -1,0 +1,400 @@
+"""zs.tile: cut operators that are too large to gather whole, in place, before zs.shard.
+
+    model = zs.tile(model, max_bytes=1 << 30)        weight (V, D) of 3.2 GiB  ->  4 tiles of rows, each its own unit
+    model, optimizer = zs.shard(model, optimizer)    at most the block around it and one tile are gathered
+
+Words: a *cut* is the plan for one weight and every module that holds it (ties are cut alike, tile by tile), or for all
+weights of a module of experts. All checks come before the first change. The modules stay the objects they were, with
+hooks and attributes: only their class changes.
+ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Config
+from ..errors import ConfigError, ZeroshardError
+from ..optim.sharded_optimizer import ShardedOptimizer
+from ..tensor.attributes import attributes_of
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
+from ..tensor.tiled_parameter import Part, Tiled
+from ..zero.auto_wrap import collect, partition
+from ..zero.init_context import BirthHome
+from ..zero.unit import ParamHome
+from . import experts as tiled_experts
+from .layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
+
+_ROWS = 16  # tiles begin at multiples of so many rows where they can: random draws and vector kernels then see no seams
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A module that holds a parameter: `prefix`.`attribute`."""
+
+    prefix: str
+    module: nn.Module
+    attribute: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix}.{self.attribute}" if self.prefix else self.attribute
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How weights (by attribute) are cut alike: tile i holds [bounds[i], bounds[i + 1]) of dimension `dim` of each."""
+
+    weights: dict[str, nn.Parameter]
+    holders: list[Holder]
+    dim: int
+    bounds: list[int]
+
+    @property
+    def extents(self) -> list[int]:
+        return [stop - start for start, stop in zip(self.bounds, self.bounds[1:], strict=False)]
+
+
+def tile(
+    model: nn.Module,
+    *,
+    max_bytes: int | None = None,
+    budget_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> nn.Module:
+    """Cut every Linear, Embedding and module of experts with weights of more than `max_bytes`, in place; the model.
+
+    Args:
+        max_bytes: of one tile (all its parameters) when gathered; shards are padded to 32 elements a rank beside it.
+        budget_bytes: in place of max_bytes: of all that is gathered for use at one time under units="auto": what stands
+            outside the blocks, the largest block, one tile. What is gathered ahead (between hosts, and on GPUs: the next
+            unit, and up to Config.prefetch_nbytes) comes on top.
+        dtype: in which weights are gathered (torch.bfloat16 for precision="bf16"); default: in which they are.
+        optimizer: one that was built already and has not stepped: tiles take the places of the weights in its groups.
+
+    Tiled linear maps are cut by rows (outputs), those with outputs too few for that by columns; embeddings by rows; tied
+    weights alike. Experts are those of Transformers with weights (experts, ..., ...), which count together and are cut
+    between experts: their outputs are sums in another order, and what _init_weights draws for tiles of a meta-device
+    model comes in another order. Values, requires_grad and module hooks stay. Outputs cut by rows, embeddings and
+    gradients of weights are the same bits up to the choice of kernel; the gradient of a tiled linear map's input is a
+    sum over tiles, rounded T - 1 times more. state_dict(), load_state_dict(), zs.full_state_dict() and `weights=` use
+    the original names and shapes. What exceeds max_bytes and stays whole is named on stderr. Collective if the model was
+    built under zs.init().
+
+    Raises:
+        ConfigError: a bound is wrong, or too small for one row or expert; a weight has a gradient, hooks, or states.
+        NotImplementedError: an embedding with max_norm, scale_grad_by_freq or sparse would be tiled.
+        ZeroshardError: the model is sharded already.
+    """
+    _check_arguments(model, optimizer, max_bytes, budget_bytes)
+    holders = _holders(model)
+    limit = max_bytes if budget_bytes is None else _limit_of(model, holders, budget_bytes, dtype)
+    assert limit is not None
+    cuts, whole = _plan(holders, limit, dtype)
+    for cut in cuts:
+        _check_cut(cut, optimizer)
+    for line in whole:
+        _say(f"stays whole: {line}")
+    if not cuts and not whole:
+        _say(f"nothing to tile: no weight is larger than {limit:,} bytes")
+    for cut in cuts:
+        _carry_out(cut, optimizer)
+    _leave_fast_paths(model)
+    return model
+
+
+def _check_arguments(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, max_bytes: int | None, budget_bytes: int | None
+) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if (max_bytes is None) == (budget_bytes is None):
+        raise ConfigError("expected max_bytes=... (of a tile) or budget_bytes=... (of all that is gathered), one of them.")
+    for name, value in (("max_bytes", max_bytes), ("budget_bytes", budget_bytes)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
+            raise ConfigError(f"{name}: expected a positive number of bytes, got {value!r}.")
+    sharded = any("_zeroshard" in module.__dict__ for module in model.modules())
+    if sharded or any(isinstance(getattr(param, "_home", None), ParamHome) for param in model.parameters()):
+        raise ZeroshardError("this model is sharded already: zs.tile(model) comes before zs.shard(), or zs.close() it first.")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zeroshard: tile: {line}", file=sys.stderr)
+
+
+# -- the plan --------------------------------------------------------------------------------------------------
+
+
+def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
+    """Every parameter with all the modules that hold it."""
+    found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None and not isinstance(param, nn.parameter.UninitializedTensorMixin):
+                found[param].append(Holder(prefix, module, attribute))
+    return found
+
+
+def _plan(
+    holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None
+) -> tuple[list[Cut], list[str]]:
+    """Cuts that leave no weight above `limit` bytes, and a line for each parameter above it that stays whole."""
+    cuts, whole, seen = [], [], set()
+    for param, held in holders.items():
+        if param in seen:
+            continue
+        weights = {held[0].attribute: param}
+        if tiled_experts.are_experts(held[0].module):
+            weights = {attribute: each for attribute, each in held[0].module._parameters.items() if each is not None}
+        seen.update(weights.values())
+        nbytes = sum(_nbytes(weight, dtype) for weight in weights.values())
+        if nbytes <= limit:
+            continue
+        reason = _why_not(held, holders)
+        if reason is None:
+            cuts.append(_cut(weights, held, limit, dtype))
+        else:
+            name = held[0].name if len(weights) == 1 else held[0].prefix
+            whole.append(f"{name} ({nbytes:,} bytes): {reason}")
+    return cuts, whole
+
+
+def _itemsize(param: Tensor, dtype: torch.dtype | None) -> int:
+    keeps = dtype is None or not param.is_floating_point() or param.dtype == torch.float64
+    return param.element_size() if keeps else dtype.itemsize
+
+
+def _nbytes(param: Tensor, dtype: torch.dtype | None) -> int:
+    return param.numel() * _itemsize(param, dtype)
+
+
+def _bias(module: nn.Module) -> nn.Parameter | None:
+    """What is cut with the weight; of experts it is a weight as others."""
+    return module._parameters.get("bias") if type(module) is nn.Linear else None
+
+
+def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> str | None:
+    """Why a parameter can not be cut, or None. Only what is known to be computed row by row is."""
+    for holder in held:
+        module, where = holder.module, holder.prefix or "the model"
+        experts = tiled_experts.are_experts(module)
+        if not experts and (type(module) not in (nn.Linear, nn.Embedding) or holder.attribute != "weight"):
+            known = "nn.Linear, nn.Embedding and experts with Transformers' interface are"
+            return f"{where} is a {type(module).__name__}, whose use of it is not known; {known}"
+        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+            return f"the forward of {where} was replaced or compiled; tile first"
+        bias = _bias(module)
+        if bias is not None and len(holders[bias]) > 1:
+            return f"the bias of {where} is shared"
+        if experts and any(len(holders[param]) > 1 for param in module._parameters.values() if param is not None):
+            return f"a parameter of {where} is shared"
+        if experts and (reason := tiled_experts.why_not(module, where)):
+            return reason
+    return None
+
+
+def _cut(weights: dict[str, nn.Parameter], held: list[Holder], limit: int, dtype: torch.dtype | None) -> Cut:
+    """Tiles of rows (of experts: experts), as few and as even as can be; of columns where not even one row fits."""
+    first = next(iter(weights.values()))
+    rows, extra = len(first), any(_bias(holder.module) is not None for holder in held) * _itemsize(first, dtype)
+    row = sum(_nbytes(weight, dtype) for weight in weights.values()) // rows + extra
+    if limit >= row:
+        return Cut(weights, held, 0, _bounds(rows, limit // row))
+    linear = all(type(holder.module) is nn.Linear for holder in held)
+    most = (limit - extra * rows) // (rows * _itemsize(first, dtype))
+    if linear and most > 0:
+        return Cut(weights, held, 1, _bounds(first.shape[1], most))
+    what = f"one row of {held[0].name} {tuple(first.shape)}" if len(weights) == 1 else f"one expert of {held[0].prefix}"
+    column = ", and than one column" if linear else ""
+    raise ConfigError(f"max_bytes: {limit} bytes are less than {what}, {row} bytes{column}. Give at least that.")
+
+
+def _bounds(extent: int, most: int) -> list[int]:
+    """Even tiles of at most `most`, as few as possible; between multiples of _ROWS where that makes no more of them."""
+    count = -(-extent // most)
+    for step in (_ROWS, 1):
+        chunks = extent // step
+        bounds = [chunks * i // count * step for i in range(count)] + [extent]
+        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+        if 0 < min(lengths) and max(lengths) <= most:
+            return bounds
+    raise AssertionError(f"no tiles of at most {most} for {extent}")
+
+
+def _limit_of(
+    model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None
+) -> int:
+    """The largest of budget, budget / 2, ... such that root unit, largest other unit and one tile fit the budget."""
+    config = Config()
+    units = partition(model, config, collect(model, config))
+    limit, least = budget, 0
+    while limit > 0:
+        try:
+            cuts, _ = _plan(holders, limit, dtype)
+        except ConfigError:
+            break
+        largest = {weight: _largest_tile(cut, dtype) for cut in cuts for weight in cut.weights.values()}
+        biases = {_bias(holder.module) for cut in cuts for holder in cut.holders}
+        root, other = 0, 0
+        for unit in units:
+            params = [spec.original for spec in unit.specs]
+            nbytes = sum(p.numel() * _itemsize(p, dtype) for p in params if p not in largest and p not in biases)
+            tiles = max((largest[p] for p in params if p in largest), default=0)
+            if model in unit.modules:
+                root, other = root + nbytes, max(other, tiles)
+            else:
+                other = max(other, nbytes + tiles)
+        if root + other <= budget:
+            return limit
+        least, limit = root + other, limit // 2
+    raise ConfigError(
+        f"budget_bytes: {budget:,} bytes are too few: with the smallest tiles that can be made, {least:,} are gathered at "
+        "one time. Give at least that, or smaller units (units=, max_unit_numel=) with max_bytes=."
+    )
+
+
+def _largest_tile(cut: Cut, dtype: torch.dtype | None) -> int:
+    """Bytes of the largest tile, its bias included."""
+    longest, total = max(cut.extents), 0
+    for weight in cut.weights.values():
+        total += _nbytes(weight, dtype) // weight.shape[cut.dim] * longest
+    if any(_bias(holder.module) is not None for holder in cut.holders):
+        total += (longest if cut.dim == 0 else len(weight)) * _itemsize(weight, dtype)
+    return total
+
+
+def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise for what would get lost."""
+    params = {replace(cut.holders[0], attribute=attribute).name: weight for attribute, weight in cut.weights.items()}
+    for holder in cut.holders:
+        module = holder.module
+        bias = _bias(module)
+        if bias is not None:
+            params[f"{holder.prefix}.bias"] = bias
+        if any((module._state_dict_hooks, module._load_state_dict_pre_hooks, module._state_dict_pre_hooks)):
+            raise ConfigError(f"{holder.prefix} has state-dict hooks, which expect a whole weight: remove them before zs.tile().")
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if type(module) is nn.Embedding and getattr(module, option):
+                raise NotImplementedError(
+                    f"{holder.prefix}: an embedding with {option}={getattr(module, option)!r} can not be tiled. Switch it "
+                    f"off, or give zs.tile() a max_bytes above {module.weight.nbytes:,}."
+                )
+    for name, param in params.items():
+        if isinstance(param, ShardedTensor) and cut.dim != 0:
+            raise NotImplementedError(f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device.")
+        if param.grad is not None:
+            raise ConfigError(f"{name} has a gradient: optimizer.zero_grad(set_to_none=True) before zs.tile().")
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ConfigError(f"{name} has hooks, which expect a whole gradient: register them on the tiles after zs.tile().")
+        if optimizer is not None and optimizer.state.get(param):
+            raise ConfigError(f"the optimizer has states of {name}: tile before the first step.")
+
+
+# -- the cut ---------------------------------------------------------------------------------------------------
+
+
+def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
+    """Replace the parameter by its parts, in the modules and in the optimizer."""
+    ranges = list(zip(cut.bounds, cut.bounds[1:], strict=False))
+    parts = {a: [Part(cut.dim, *ends, tuple(weight.shape)) for ends in ranges] for a, weight in cut.weights.items()}
+    weights = {a: [_part_of(weight, part) for part in parts[a]] for a, weight in cut.weights.items()}
+    for attribute, weight in cut.weights.items():
+        _exchange(optimizer, weight, weights[attribute])
+    for holder in cut.holders:
+        module = holder.module
+        cls, tiles = _tiles_of(module, weights, parts, optimizer)
+        for attribute in cut.weights:
+            del module._parameters[attribute]
+        module.__class__ = cls
+        module.tiles = nn.ModuleList(tiles).train(module.training)
+
+
+def _tiles_of(
+    module: nn.Module,
+    weights: dict[str, list[nn.Parameter]],
+    parts: dict[str, list[Part]],
+    optimizer: torch.optim.Optimizer | None,
+) -> tuple[type[Tiled], list[Any]]:
+    """What a module becomes, and its tiles."""
+    if tiled_experts.are_experts(module):
+        tiles = tiled_experts.make_tiles(module, weights, parts)
+        module.stands_for = type(module)
+        return tiled_experts.TiledExperts, tiles
+    of_weight = list(zip(weights["weight"], parts["weight"], strict=True))
+    if type(module) is nn.Embedding:
+        return TiledEmbedding, [EmbeddingTile(w, _padding(module, p), {"weight": p}) for w, p in of_weight]
+    return TiledLinear, _linear_tiles(module, weights["weight"], parts["weight"], optimizer)
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """Keep torch's encoders with tiles from their inference kernels, which read weights without calling the modules."""
+    for module in model.modules():
+        if not any(isinstance(inner, Tiled) for inner in module.modules()):
+            continue
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # which says that the kernels do not know the activation
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
+def _linear_tiles(
+    module: nn.Module, weights: list[nn.Parameter], parts: list[Part], optimizer: torch.optim.Optimizer | None
+) -> list[LinearTile]:
+    """The tiles of one Linear. Its bias goes with the rows; with columns, whole, to the first."""
+    bias = module._parameters.get("bias")
+    if bias is None:
+        return [LinearTile(w, None, {"weight": p}) for w, p in zip(weights, parts, strict=True)]
+    shape = tuple(bias.shape)
+    if parts[0].dim == 0:
+        places: list[Part | None] = [Part(0, part.start, part.stop, shape) for part in parts]
+    else:
+        places = [Part(0, 0, shape[0], shape), *[None] * (len(parts) - 1)]
+    biases = [None if place is None else _part_of(bias, place) for place in places]
+    _exchange(optimizer, bias, [b for b in biases if b is not None])
+    del module._parameters["bias"]
+    return [
+        LinearTile(weight, b, {"weight": part} if place is None else {"weight": part, "bias": place})
+        for weight, b, part, place in zip(weights, biases, parts, places, strict=True)
+    ]
+
+
+def _padding(module: nn.Embedding, part: Part) -> int | None:
+    """padding_idx as the tile counts, or None if it is in another."""
+    index = module.padding_idx
+    return index - part.start if index is not None and part.start <= index < part.stop else None
+
+
+def _part_of(param: nn.Parameter, part: Part) -> nn.Parameter:
+    """A part as a parameter of its own: rows share the whole's memory, columns are copied. Attributes are carried."""
+    if isinstance(param, ShardedTensor):
+        return _part_of_born(param, part)
+    fresh = nn.Parameter(part.of(param.data).contiguous(), requires_grad=param.requires_grad)
+    fresh.__dict__.update(param.__dict__)
+    return fresh
+
+
+def _part_of_born(param: Any, part: Part) -> nn.Parameter:
+    """Rows of a parameter that was born sharded: gathered, and cut again as zs.init would have (collective)."""
+    whole = param.data[part.start : part.stop].full_tensor()
+    home = BirthHome(param._home.comm, f"{param._home.name}[{part.start}:{part.stop}]", whole.numel())
+    local = whole.reshape(-1)[home.start : home.stop].clone()
+    born = ShardedParameter(local, tuple(whole.shape), home, param.requires_grad)
+    born.__dict__.update(attributes_of(param))
+    return born  # type: ignore[return-value]
+
+
+def _exchange(optimizer: torch.optim.Optimizer | None, old: nn.Parameter, new: list[nn.Parameter]) -> None:
+    """Put the parts where the whole stood in an optimizer's groups."""
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [p for param in group["params"] for p in (new if param is old else [param])]

@@ -1,0 +1,330 @@
+"""Which parameters form a unit: found from the model's own structure, or as the user says.
+
+    auto     the non-leaf classes that repeat in a ModuleList, Sequential or ModuleDict (outermost first) are blocks;
+             large parameters outside the blocks (embedding, head) get units of their own; the rest is the root unit
+    model    one unit;   leaf   one unit per module that owns parameters;   classes or a function: those modules
+
+A tile (tensor/tiled_parameter.py) is a unit of its own in every mode, whatever is around it: it is there to be gathered alone.
+A parameter that is tied across units goes to a unit that is entered through all of its owners. Sizes in elements.
+
+The policy (`Config.dtypes`) is worked out here as well: in which dtype each module computes, and where that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ..config import Config, Units
+from ..errors import ConfigError, ShardedAccessError, did_you_mean
+from ..tensor.tiled_parameter import Tile, Tiled, class_and_name
+from ..utils.torch_compat import original
+from .unit import ParamSpec
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_LARGE = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """A unit to be: its name, the modules whose forward enters it, and its parameters."""
+
+    name: str
+    modules: list[nn.Module]
+    specs: list[ParamSpec] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(spec.shape) for spec in self.specs)
+
+
+def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
+    """Every parameter once, in the order of named_parameters, with all its owners.
+
+    Raises ShardedAccessError for parameters that can not be sharded (integer, complex, sparse, lazy), by name.
+    """
+    check_lazy(model)
+    specs: dict[int, ParamSpec] = {}
+    dtypes = module_dtypes(model, config)
+    for prefix, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            _check(name, param)
+            dtype = _dtype(param, dtypes.get(id(module)), config)
+            spec = specs.setdefault(
+                id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
+            )
+            if spec.dtype != dtype:
+                raise ConfigError(
+                    f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "
+                    "of their modules the same dtype, by name or by class."
+                )
+            spec.owners.append((module, attribute))
+    result = list(specs.values())
+    for number, spec in enumerate(result):
+        spec.number = number
+    return result
+
+
+def check_lazy(model: nn.Module) -> None:
+    """Raise ShardedAccessError for a parameter or buffer that gets its shape in the first forward, naming its module."""
+    for prefix, module in model.named_modules():
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+                where = f" of {prefix}" if prefix else ""
+                raise ShardedAccessError(
+                    f"{attribute}{where} ({type(module).__name__}) has no shape before the first forward. Run one before zs.shard(), and "
+                    "before the optimizer is built, with a batch of the shape that will come: `with torch.no_grad(): model(batch)`."
+                )
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if param.layout is not torch.strided:
+        raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+    if not param.is_floating_point() and param.requires_grad:
+        raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+
+
+def _dtype(param: nn.Parameter, policy: torch.dtype | None, config: Config) -> torch.dtype:
+    """In which dtype the parameter computes: the policy's, then the precision's; integers and fp64 keep theirs."""
+    if not param.is_floating_point() or param.dtype == torch.float64:
+        return param.dtype
+    return policy or (param.dtype if config.precision == "fp32" else config.compute_dtype)
+
+
+def module_dtypes(model: nn.Module, config: Config) -> dict[int, torch.dtype]:
+    """id of each module that a policy holds for -> its dtype: of its own match in `Config.dtypes`, or the nearest ancestor's.
+
+    Norms that keep fp32 statistics are fp32 unless a key matches them: torch has no kernels for other mixtures. A module
+    that is never called goes with its parent, which reads its parameters.
+
+    Raises ConfigError for a key that matches no module.
+    """
+    found: dict[str, torch.dtype | None] = {}
+    unmatched, result = set(config.dtypes), {}
+    for name, module in model.named_modules():
+        keys = _matching(name, module, config.dtypes) if _is_called(module) else []
+        unmatched.difference_update(keys)
+        around = found[name.rpartition(".")[0]] if name else None
+        lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
+        found[name] = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
+        if found[name] is not None:
+            result[id(module)] = found[name]
+    for key in config.dtypes:
+        if key in unmatched:
+            known = {type(module).__name__ for module in model.modules()} | set(found)
+            raise ConfigError(
+                f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}."
+                f"{did_you_mean(key, known)}"
+            )
+    return result
+
+
+def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
+    """The keys of `Config.dtypes` that mean a module: a class name of it or of its bases, or a pattern over its name."""
+    cls, name = class_and_name(module, name)
+    classes = {base.__name__ for base in cls.__mro__}
+    return [key for key in keys if key in classes or fnmatchcase(name, key)]
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm (of batches, of instances) with running statistics in fp32."""
+    mean = module._buffers.get("running_mean") if isinstance(module, nn.modules.batchnorm._NormBase) else None
+    return mean is not None and mean.dtype == torch.float32
+
+
+def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
+    """Where the dtype changes: (module, dtype inside, dtype around it), for modules with a forward, outermost first."""
+    dtypes, found, seen = module_dtypes(model, config), [], set()
+
+    def visit(module: nn.Module, around: torch.dtype) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        inside = dtypes.get(id(module), config.compute_dtype)
+        if _has_forward(module) and inside != around:
+            found.append((module, inside, around))
+        for child in module.children():
+            visit(child, inside if _has_forward(module) else around)  # a list of modules is not entered: its items are
+
+    visit(model, config.compute_dtype)
+    return found
+
+
+def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
+    """Units in the order of the model; every spec in exactly one of them."""
+    blocks = find_blocks(model, config.units)
+    blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
+    plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
+    nearest = _nearest_block(model, set(plans))
+    rest: list[ParamSpec] = []
+    for spec in specs:
+        homes = {nearest.get(id(owner)) for owner, _ in spec.owners}
+        home = next(iter(homes)) if len(homes) == 1 else None
+        if home is None:
+            rest.append(spec)
+        else:
+            plans[home].specs.append(spec)
+    units = [plan for plan in plans.values() if plan.specs]
+    if config.max_unit_numel is not None:
+        units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
+    tiles = [unit for unit in units if _is_tile(unit)]
+    units = _merge([unit for unit in units if not _is_tile(unit)], config.min_unit_numel) + tiles
+    units = _rest_units(model, config, units, rest) + units
+    return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
+
+
+def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module that `units` means; the root module is never among them. option: its name, for errors."""
+    named = [(name, module) for name, module in model.named_modules() if module is not model and _is_called(module)]
+    if units == "model":
+        return []
+    if units == "leaf":
+        return [(n, m) for n, m in named if any(p is not None for p in m._parameters.values())]
+    if units == "auto":
+        return _repeated(model, leaves=False) or _repeated(model, leaves=True)
+    if callable(units):
+        return _around(named, [(name, module) for name, module in named if units(name, module)])
+    return _around(named, _of_classes(named, tuple(units), option))  # type: ignore[arg-type]
+
+
+def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """For what torch.compile wraps, the wrapper: what is gathered on the way in and released on the way out is not compiled."""
+    wrappers = {id(original(module)): (name, module) for name, module in named if original(module) is not module}
+    return list(dict.fromkeys(wrappers.get(id(module), (name, module)) for name, module in found))
+
+
+def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) -> list[tuple[str, nn.Module]]:
+    known = {type(module).__name__ for _, module in named}
+    for item in wanted:
+        name = item if isinstance(item, str) else item.__name__
+        if name not in known:
+            raise ConfigError(
+                f"{option}: the model has no module of class {name!r}.{did_you_mean(name, known)} It has: {sorted(known)}."
+            )
+    names = {item for item in wanted if isinstance(item, str)}
+    classes = tuple(item for item in wanted if not isinstance(item, str))
+    return [
+        (name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)
+    ]
+
+
+def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
+    """Outermost children of containers whose class occurs more than once there and that have a forward."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        children = [(name, child) for name, child in module.named_children() if not isinstance(child, Tiled)]
+        counts = Counter(type(original(child)) for _, child in children) if isinstance(module, _CONTAINERS) else Counter()
+        for name, child in children:
+            path = f"{prefix}.{name}" if prefix else name
+            is_leaf = next(original(child).children(), None) is None
+            has_params = next(child.parameters(), None) is not None
+            if counts[type(original(child))] > 1 and _has_forward(child) and has_params and (leaves or not is_leaf):
+                if not any(child is module for _, module in found):
+                    found.append((path, child))
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
+    """id of each module -> id of the innermost block around it."""
+    nearest: dict[int, int] = {}
+
+    def visit(module: nn.Module, block: int | None) -> None:
+        block = id(module) if id(module) in blocks else block
+        if block is not None:
+            if nearest.setdefault(id(module), block) != block:
+                nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, None)
+    return {module: block for module, block in nearest.items() if block != -1}
+
+
+def _rest_units(
+    model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]
+) -> list[UnitPlan]:
+    """Units of what lies outside the blocks: large owners on their own, everything else the root."""
+    large_numel = math.inf
+    if config.units == "auto" and units:
+        large_numel = _LARGE * max(unit.numel for unit in units)
+    if config.max_unit_numel is not None:
+        large_numel = min(large_numel, config.max_unit_numel)
+    by_owner: dict[frozenset, UnitPlan] = {}
+    root = UnitPlan("(root)", [model])
+    for spec in rest:
+        owners = [owner for owner, _ in spec.owners]
+        own_numel = sum(p.numel() for p in owners[0]._parameters.values() if p is not None)
+        tiles = all(isinstance(owner, Tile) for owner in owners)
+        alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
+        if tiles or own_numel >= large_numel and alone:
+            key = frozenset(map(id, owners))
+            plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
+            plan.specs.append(spec)
+        else:
+            root.specs.append(spec)
+            # called directly, without the root's forward, these modules still find their parameters
+            root.modules = _unique([*root.modules, *owners])
+    return [*by_owner.values(), *([root] if root.specs else [])]
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return next(module.children(), None) is None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(original(module)).forward is not nn.Module.forward
+
+
+def _is_called(module: nn.Module) -> bool:
+    """False for the leaf inside nn.MultiheadAttention: its parameters are read by the parent."""
+    return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def _is_tile(unit: UnitPlan) -> bool:
+    return isinstance(unit.modules[0], Tile)
+
+
+def _unique(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    return list({id(module): module for module in modules}.values())
+
+
+def _split(unit: UnitPlan, max_numel: int) -> list[UnitPlan]:
+    """Cut a unit at its leaf modules so that the parts stay below `max_numel` where the modules allow it."""
+    if unit.numel <= max_numel:
+        return [unit]
+    remainder = UnitPlan(unit.name, unit.modules)
+    parts: dict[int, UnitPlan] = {}
+    for spec in unit.specs:
+        owners = _unique(owner for owner, _ in spec.owners)
+        if len(owners) == 1 and _is_leaf(owners[0]) and _is_called(owners[0]):
+            part = parts.setdefault(id(owners[0]), UnitPlan(spec.name.rpartition(".")[0], owners))
+            part.specs.append(spec)
+        else:
+            remainder.specs.append(spec)
+    return [*([remainder] if remainder.specs else []), *parts.values()]
+
+
+def _merge(units: list[UnitPlan], min_numel: int) -> list[UnitPlan]:
+    """Join neighbours until each has at least `min_numel` elements."""
+    merged: list[UnitPlan] = []
+    for unit in units:
+        if merged and merged[-1].numel < min_numel:
+            last = merged[-1]
+            merged[-1] = UnitPlan(f"{last.name}+{unit.name}", last.modules + unit.modules, last.specs + unit.specs)
+        else:
+            merged.append(unit)
+    return merged

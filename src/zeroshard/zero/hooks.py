@@ -1,0 +1,174 @@
+"""Attaches a runtime to its model: the only place where hooks are registered, and removed again.
+
+Blocks that were compiled before sharding (`block.compile()`) are entered around the compiled call, so nothing of this
+library is traced; hooks that a later compilation meets are opaque to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Config
+from ..errors import ModelChanged
+from ..utils.tensor_tree import cast_floating
+from .auto_wrap import casts, module_dtypes
+from .runtime import Runtime
+from .unit import ParamGroup, Unit
+
+
+def attach(runtime: Runtime) -> None:
+    """Register all hooks of a runtime; `detach` is the inverse."""
+    runtime.comm.progress.models.add(runtime.model)
+    for module, inside, around in casts(runtime.model, runtime.config):
+        _attach_policy(runtime, module, inside, around)
+    if runtime.config.cast_buffers:
+        runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
+    for unit in runtime.units:
+        if unit.sharded:
+            for module in unit.modules:
+                _attach_unit(runtime, unit, module)
+        for group in unit.trainable:
+            for index, param in enumerate(group.compute):
+                runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
+    _attach_root(runtime)
+    for module in _resizable(runtime.model):
+        module.__dict__["resize_token_embeddings"] = functools.partial(_resize, module)
+
+
+def detach(runtime: Runtime) -> None:
+    """Remove every hook."""
+    runtime.comm.progress.models.discard(runtime.model)
+    for handle in runtime.handles:
+        handle.remove()
+    for module, compiled in runtime.compiled:
+        module._compiled_call_impl = compiled
+    runtime.model.__dict__.pop("zero_grad", None)
+    for module in _resizable(runtime.model):
+        module.__dict__.pop("resize_token_embeddings", None)
+    runtime.handles, runtime.compiled = [], []
+
+
+def _gradient_hook(group: ParamGroup, index: int) -> Any:
+    # weakly: Python's collector does not see what these hooks refer to, and would keep for ever a model that is dropped
+    where = weakref.ref(group)
+
+    def hook(param: Tensor) -> None:
+        group = where()
+        if group is not None:
+            group.runtime.gradient(group.unit, group, index, param)
+
+    return hook
+
+
+def _attach_root(runtime: Runtime) -> None:
+    model = runtime.model
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return runtime.root_enter(args, kwargs)
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        return runtime.root_exit(output)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        """As in torch, also of what is not to be seen in `p.grad`: sums held back, weights, norms."""
+        runtime.drop_gradients() if set_to_none else runtime.zero_gradients()
+        if type(model).zero_grad is not nn.Module.zero_grad:
+            type(model).zero_grad(model, set_to_none)
+
+    runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    runtime.handles.append(model.register_forward_hook(after, always_call=True))
+    model.__dict__["zero_grad"] = zero_grad
+
+
+def _resizable(model: nn.Module) -> list[nn.Module]:
+    """Modules whose class (of Transformers) gives the embedding and the head another number of rows."""
+    return [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
+
+
+def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """In its place while it is sharded: asked for the size that it has, it does what it ever does."""
+    rows = module.get_input_embeddings().weight.shape[0]
+    wanted = rows if new_num_tokens is None else new_num_tokens
+    wanted = wanted if pad_to_multiple_of is None else -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted != rows:
+        raise ModelChanged(
+            f"{type(module).__name__}.resize_token_embeddings({wanted}): the embedding has {rows} rows, and what is sharded can not be "
+            "resized. Resize before zs.shard() and before the optimizer is built; or zs.close(model), resize, build a new optimizer, "
+            "and zs.shard() again. Nothing was changed."
+        )
+    return type(module).resize_token_embeddings(module, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+
+def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
+    compiled = module._compiled_call_impl
+    if compiled is not None:
+        runtime.compiled.append((module, compiled))
+        module._compiled_call_impl = functools.partial(_around, runtime, unit, compiled)
+        return
+
+    @torch.compiler.disable
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        outermost = unit.depth == 0
+        runtime.enter(unit)
+        return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
+
+    @torch.compiler.disable
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        runtime.exit(unit, output)
+
+    runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    runtime.handles.append(module.register_forward_hook(after, always_call=True))
+
+
+def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    """A unit's forward around a compiled call."""
+    return runtime.run_inside(unit, compiled, args, kwargs)
+
+
+def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
+    """Run a module in its own dtype: inputs are cast to it, outputs back to the one around it."""
+
+    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return cast_floating((args, kwargs), inside)
+
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        return cast_floating(output, around)
+
+    runtime.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    runtime.handles.append(module.register_forward_hook(after))
+
+
+class _CastBuffers:
+    """Floating-point buffers (not fp64) in the dtype in which their module computes; `remove` gives them back their own."""
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        default = None if config.precision == "fp32" else config.compute_dtype
+        dtypes = module_dtypes(model, config)
+        self._given: list[tuple[dict, str, torch.dtype]] = []
+        wanted = []
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                dtype = dtypes.get(id(module), default)
+                if buffer is not None and dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64:
+                    self._given.append((module._buffers, name, buffer.dtype))
+                    wanted.append((module._buffers, name, dtype))
+        _cast_entries(wanted)
+
+    def remove(self) -> None:
+        """The inverse, on close: dtypes as given; what was rounded stays so."""
+        _cast_entries(self._given)
+
+
+def _cast_entries(entries: list[tuple[dict, str, torch.dtype]]) -> None:
+    """Cast tensors in dictionaries; one that several hold stays one."""
+    cast: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}  # with what was cast: its id stays its own
+    for holder, name, dtype in entries:
+        given = holder[name]
+        holder[name] = cast.setdefault((id(given), dtype), (given, given.to(dtype)))[1]

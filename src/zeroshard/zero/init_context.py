@@ -1,0 +1,206 @@
+"""Born sharded: parameters that never exist whole on any rank.
+
+    with zs.init(stage=3): model = Net()      each parameter is cut the moment it is registered
+    zs.shard(meta_model, opt, weights=dir)    built on the meta device, slices streamed from safetensors
+    zs.shard(meta_model, opt)                 built on the meta device, initialised module by module
+
+Random initialisation draws the whole of one parameter at a time and keeps a slice, so the generator advances as on
+one process and the values are the same bits. Peak: one parameter, not one model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ..comm import backend_select
+from ..comm.base import Comm
+from ..comm.process_group import talking_device
+from ..config import Config, Placement
+from ..errors import ShardedAccessError
+from ..tensor.attributes import attributes_of
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from .shard_model import swap
+from .shared_storage import Origin
+from .unit import gather_flat
+
+
+class BirthHome:
+    """Home of a parameter between its birth and zs.shard: an even cut of its flattened elements."""
+
+    def __init__(self, comm: Comm, name: str, numel: int) -> None:
+        self.comm, self.name = comm, name
+        self.origin: Origin | None = None
+        part = -(-numel // comm.world_size)
+        self.start, self.stop = min(comm.rank * part, numel), min((comm.rank + 1) * part, numel)
+
+    def before_write(self) -> None:
+        """The slice is this rank's own memory: nothing to wait for."""
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        """No masters yet."""
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        return gather_flat(self.comm, local, f"full tensor of {self.name}")
+
+    def gradient(self) -> Tensor | None:
+        return None
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`, of any shape and dtype: a sharded value is taken as it is, a whole one is cut."""
+        if not isinstance(value, ShardedTensor):
+            home = BirthHome(self.comm, self.name, value.numel())
+            local = value.detach().reshape(-1)[home.start : home.stop].clone()
+            value = ShardedTensor(local, tuple(value.shape), home)
+        set_data(param, value)
+        param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def init(config: Config | None = None, *, comm: object = None, **options: object) -> Iterator[None]:
+    """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
+
+    Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
+    same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+
+    Parameters are born on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model that is born on the
+    host can be moved before zs.shard, as ever: `model.cuda()`.
+    """
+    config = Config.build(config, **options)
+    group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]
+    thread = threading.get_ident()
+
+    def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if threading.get_ident() != thread or param is None or isinstance(param, ShardedTensor | UninitializedTensorMixin):
+            return None  # one without a shape is whole when it gets one
+        if param.is_meta:
+            return None
+        home, given = BirthHome(group, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
+        local = param.detach().reshape(-1)[home.start : home.stop].clone()
+        home.origin = Origin(param, local)
+        born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
+        if swap(param, born):  # the user's object: registered again, it is the same one
+            born = param  # type: ignore[assignment]
+        born.__dict__.update(given)
+        return born  # type: ignore[return-value]
+
+    if config.row.parameter is not Placement.SHARDED:
+        yield
+        return
+    with _open:
+        if not _cuts:  # torch goes through its hooks while other threads register parameters: one for all of them
+            _handles.append(register_module_parameter_registration_hook(_cut))
+        _cuts.append(cut)
+    try:
+        yield
+    finally:
+        with _open:
+            _cuts.remove(cut)
+            if not _cuts:
+                _handles.pop().remove()
+
+
+_open = threading.Lock()
+_cuts: list[Callable[[nn.Module, str, Any], Any]] = []  # of each `with` block there is, on any thread
+_handles: list[Any] = []
+
+
+def _cut(module: nn.Module, name: str, param: Any) -> Any:
+    found = None
+    for cut in tuple(_cuts):
+        born = cut(module, name, param if found is None else found)
+        found = found if born is None else born
+    return found
+
+
+def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
+    """Give meta buffers memory; the names of those whose values are now undefined."""
+    names = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+                names.append(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+def _children_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Every module once, each after its children."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+def initialise(model: nn.Module, meta_names: set[str], undefined_buffers: list[str]) -> None:
+    """Initialise a model that was built on the meta device, in the order in which its constructor would have.
+
+    Modules with `reset_parameters` that hold any of these are reset, children before parents, as constructors do it;
+    then a model with `_init_weights` has it applied to every module, as constructors commonly do last (where only buffers are
+    undefined, to the modules that have them). Raises ShardedAccessError for parameters and buffers that nothing initialises.
+    """
+    covered: set[str] = set()
+    wanted = meta_names | set(undefined_buffers)
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}  # ties: one name
+    for module in _children_first(model, set()):
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            continue
+        inside = {names[id(tensor)] for tensor in (*module.parameters(), *module.buffers())}
+        if inside.isdisjoint(wanted):
+            continue
+        with torch.no_grad():
+            reset()
+        covered |= inside
+    if hasattr(model, "_init_weights"):
+        covered |= meta_names | _init_weights(model, bool(meta_names), set(undefined_buffers))
+    missing = sorted(wanted - covered)
+    if missing:
+        raise ShardedAccessError(_refusal(missing, bool(meta_names.intersection(missing))))
+
+
+@torch.no_grad()
+def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> set[str]:
+    """Let a model's own `_init_weights` initialise its modules, or those with undefined buffers; which of them it wrote."""
+    holders = {id(model.get_submodule(name.rpartition(".")[0])) for name in undefined}
+    before = {name: (buffer, _writes(buffer)) for name, buffer in model.named_buffers() if name in undefined}
+    for module in model.modules() if not everywhere else ():
+        if id(module) in holders:
+            model._init_weights(module)  # type: ignore[operator]
+    if everywhere:
+        model.apply(model._init_weights)  # type: ignore[arg-type]
+    after = dict(model.named_buffers())
+    return {name for name, (buffer, writes) in before.items() if after.get(name) is not buffer or _writes(buffer) != writes}
+
+
+def _writes(buffer: Tensor) -> int:
+    """How often it has been written in place, where torch counts that."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _refusal(missing: list[str], parameters: bool) -> str:
+    """What to do about it. parameters: there are some among what is missing."""
+    what = f"nothing initialises {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''} of this meta-device model"
+    if parameters:
+        return f"{what}. Give the module a reset_parameters(), pass weights=<a checkpoint>, or build under zs.init()."
+    return (
+        f"{what}: buffers that the checkpoint does not hold (one that is not persistent is in none). Build under "
+        "zs.init(stage=3) instead, which makes buffers as ever; or give the module a reset_parameters() that writes them, or assign them "
+        "(module.name = tensor) before zs.shard."
+    )

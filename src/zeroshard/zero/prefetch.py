@@ -1,0 +1,69 @@
+"""Prefetch: the recorded order of units turned into gathers and fetches ahead of use, within buffers and a byte budget.
+
+    compute   | F1 | F2 | F3 | ...
+    gather    |G1 G2|G3 |              at each visit: fetch from other tiers as far as buffers allow, gather the next unit(s)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..comm.base import Comm
+from ..config import Config
+from .schedule import Schedule
+from .unit import Phase, Unit
+
+_LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
+
+
+class Prefetcher:
+    """Follows a schedule. `training` says which of its two records a visit belongs to."""
+
+    def __init__(
+        self, units: list[Unit], schedule: Schedule, config: Config, comm: Comm, gather: Callable[[Unit], None]
+    ) -> None:
+        """gather: starts to gather a unit, on all ranks."""
+        self.units, self.schedule, self.config, self.comm, self.gather = units, schedule, config, comm, gather
+        self._alone = (comm.world_size == 1 or comm.imagined) and not comm.ordered
+
+    def ahead(self, training: bool) -> None:
+        """Fetch from other tiers as far as buffers allow, and gather: the next unit, more within the budget."""
+        if not self.config.overlap:
+            return
+        upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]]
+        upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
+        for unit in upcoming:
+            if not unit.fetch():
+                break
+        ahead = 0
+        for unit in upcoming:
+            if ahead and ahead + unit.gathered_nbytes > self.config.prefetch_limit_nbytes:
+                return
+            ahead += unit.gathered_nbytes
+            if self._gains_by_gathering(unit):
+                self.gather(unit)
+
+    def _gains_by_gathering(self, unit: Unit) -> bool:
+        """Whether an early gather is possible here and saves time.
+
+        Over shared memory a gather is a copy by this rank: nothing is won. What comes from another tier is gathered ahead
+        only where there are no peers: whether it has arrived is a matter of each rank's disk, and a gather that only some
+        ranks have begun could not be dropped again. Ordered comms gather it in `staged`.
+        """
+        if unit.staged:
+            return unit.fetched and self._alone
+        return not self.comm.shares_memory
+
+    def staged(self, training: bool) -> None:
+        """Ordered comms: gather the next unit that rests elsewhere, now that the device has been given its work."""
+        if not self.comm.ordered or not self.config.overlap:
+            return
+        for visit in self.schedule.upcoming(training)[:1]:
+            unit = self.units[visit.unit]
+            if unit.staged and unit.phase is not Phase.READY:
+                self.gather(unit)
+
+    def lives_on(self, unit: Unit, training: bool) -> bool:
+        """After its forward: True if the unit is needed again at once, or before `max_live_parameters` elements were gathered."""
+        left = self.config.max_live_parameters - unit.gathered_numel
+        return self.schedule.returns(unit.number, left, lambda other: self.units[other].gathered_numel, training)

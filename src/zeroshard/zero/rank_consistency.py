@@ -1,0 +1,148 @@
+"""Ranks agree before anything is changed: the same model, optimizer and options, and the same values.
+
+The flat layout follows from all of these. Where one of them differs, ranks would add up different parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..config import Config, Offload
+from ..errors import ModelMismatch
+from ..tensor.sharded_tensor import ShardedTensor
+from .auto_wrap import find_blocks
+from .unit import ParamSpec
+
+_PER_RANK = {"path", "offload_path"}  # each rank may have a disk of its own
+
+
+def check_same_model(
+    comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15)."""
+    if comm.world_size == 1 or comm.imagined:
+        return
+    described = {
+        "parameter": [_parameter(spec) for spec in specs],
+        "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
+        "optimizer option": list(_optimizer(optimizer)),
+        "parameter group": list(_placed(specs, optimizer)),
+        "option": list(_options(model, config)),
+    }
+    digest = hashlib.sha256(repr(described).encode()).digest()
+    if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
+        return
+    everyone = exchange_values(comm, described, "zs.shard: find difference")
+    for what in described:
+        rows = zip_longest(*(rank[what] for rank in everyone), fillvalue=f"no such {what}")
+        differing = [(position, row) for position, row in enumerate(rows) if len(set(row)) > 1]
+        if differing:
+            shown = differing if what == "option" else differing[:1]
+            columns = zip(*(row for _, row in shown), strict=True)
+            text = "; ".join(f"rank {rank}: {', '.join(column)}" for rank, column in enumerate(columns))
+            where = f"at {what} {shown[0][0]}" if what in ("parameter", "buffer") else f"in {what}s"
+            raise ModelMismatch(
+                f"ranks built different models or optimizers, or gave different options. First difference, {where}: {text}. "
+                "Build the same model and optimizer, in the same order, with the same options on every rank."
+            )
+    raise AssertionError("digests differ, descriptions do not")
+
+
+def _parameter(spec: ParamSpec) -> str:
+    tied = f", tied {len(spec.owners)} times" if len(spec.owners) > 1 else ""
+    return f"{spec.name} {_kind(spec.original)}{'' if spec.requires_grad else ' frozen'}{tied}"
+
+
+def _kind(tensor: Tensor) -> str:
+    where = " on meta" if tensor.is_meta else " sharded" if isinstance(tensor, ShardedTensor) else ""
+    return f"{tuple(tensor.shape)} {tensor.dtype}{where}"
+
+
+def _optimizer(optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """Its class, and the options of each parameter group that can be compared."""
+    if optimizer is None:
+        yield "no optimizer"
+        return
+    yield f"{type(optimizer).__name__} with {len(optimizer.param_groups)} parameter groups"
+    for number, group in enumerate(optimizer.param_groups):
+        for key in sorted(group.keys() - {"params", "param_names"}):
+            value = _comparable(group[key])
+            if value is not None:
+                yield f"group {number}: {key}={value}"
+
+
+def _comparable(value: Any) -> str | None:
+    """A text that is the same for the same option on every rank; None for what has no such text."""
+    if isinstance(value, Tensor):  # a learning rate that lies on the device
+        return str(value.tolist()) if not value.is_meta and value.numel() == 1 else None
+    if isinstance(value, (list, tuple)):
+        parts = [_comparable(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    return repr(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
+
+
+def _placed(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> Iterator[str]:
+    """In which group each parameter is: groups lie together in the layout."""
+    groups = optimizer_groups(optimizer)
+    for spec in specs if optimizer is not None else ():
+        number = groups.get(id(spec.original))
+        yield f"{spec.name} in {'no group' if number is None else f'group {number}'}"
+
+
+def _options(model: nn.Module, config: Config) -> Iterator[str]:
+    """Field by field; a function that chooses units by what it chooses, since it has another address on each rank."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Offload):
+            parts = [f for f in dataclasses.fields(value) if f.name not in _PER_RANK]
+            yield from (f"{field.name}.{part.name}={getattr(value, part.name)!r}" for part in parts)
+        elif field.name == "units" and callable(value):
+            yield f"units={[name for name, _ in find_blocks(model, value)]}"
+        elif field.name not in _PER_RANK:
+            yield f"{field.name}={value!r}"
+
+
+def optimizer_groups(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """id of each parameter -> index of its group."""
+    groups = optimizer.param_groups if optimizer is not None else ()
+    return {id(param): number for number, group in enumerate(groups) for param in group["params"]}
+
+
+def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
+    """Give every rank rank 0's values where ranks differ; the names that differed. tensors: whole ones only."""
+    if comm.world_size == 1 or comm.imagined:
+        return []
+    sums = [zlib.crc32(_bytes(tensor)) for _, tensor in tensors]
+    everyone = exchange_values(comm, sums, "zs.shard: compare values")
+    differing = [i for i in range(len(tensors)) if len({sums[i] for sums in everyone}) > 1]
+    for i in differing:
+        name, tensor = tensors[i]
+        data = bytes(_bytes(tensor)) if comm.rank == 0 else b""
+        given = comm.exchange(data, f"zs.shard: values of {name}")[0]
+        if comm.rank != 0:
+            with torch.no_grad():
+                flat = torch.frombuffer(bytearray(given), dtype=tensor.dtype)
+                distinct(tensor.data, tensor).copy_(distinct(flat.view(tensor.shape), tensor))
+    return [tensors[i][0] for i in differing]
+
+
+def distinct(value: Tensor, like: Tensor) -> Tensor:
+    """Of the rows that share memory in `like`, an expanded tensor, the first one of `value`: what can be written."""
+    for dim, stride in enumerate(like.stride()):
+        value = value.narrow(dim, 0, 1) if stride == 0 and like.shape[dim] > 1 else value
+    return value
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().to("cpu").contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

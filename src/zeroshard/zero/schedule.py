@@ -1,0 +1,124 @@
+"""The order in which units are gathered, as data: recorded in the first step, followed and checked afterwards.
+
+    step 1     record   root 0 1 2 | 2' 1' 0' root'        (' in backward)
+    step 2..   follow   at each visit the units that come next are prefetched within a byte budget
+
+A visit that differs from the record is served on demand (the caller gathers what it needs in any case), reported
+once, and the step is recorded anew. Evaluation (no gradients) has a record of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_MOST_VISITS = 1 << 16  # of one step: more are forwards whose backward never comes
+_MOST_DEVIATIONS = 100  # kept, for reports
+
+
+class Visit(NamedTuple):
+    """One need for a unit."""
+
+    unit: int
+    backward: bool
+
+
+@dataclass
+class Track:
+    """One recorded order, and the visits of the step under way."""
+
+    order: list[Visit] = field(default_factory=list)
+    current: list[Visit] = field(default_factory=list)
+    complete: bool = False
+    deviated: bool = False
+
+    @property
+    def following(self) -> bool:
+        """True while this step has kept to a complete record."""
+        return self.complete and not self.deviated
+
+
+class Schedule:
+    """Records visits, says what comes next, and names deviations."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.tracks: dict[bool, Track] = {True: Track(), False: Track()}
+        self.deviations: deque[str] = deque(maxlen=_MOST_DEVIATIONS)
+
+    def visit(self, visit: Visit, training: bool) -> str | None:
+        """Note that a unit is needed now. The message of a deviation, the first time a step has one."""
+        track = self.tracks[training]
+        cursor = len(track.current)
+        expected = track.order[cursor] if track.following and cursor < len(track.order) else None
+        if cursor == _MOST_VISITS:
+            track.current, track.deviated = [], True
+        track.current.append(visit)
+        if not track.following or expected == visit:
+            return None
+        track.deviated = True
+        wanted = self._name(expected) if expected is not None else "the end of the step"
+        message = f"unit order changed: expected {wanted}, got {self._name(visit)} (visit {cursor})"
+        self.deviations.append(message)
+        return message
+
+    def upcoming(self, training: bool) -> list[Visit]:
+        """Visits that the record expects after the present one, in order; empty while recording."""
+        track = self.tracks[training]
+        return track.order[len(track.current) :] if track.following else []
+
+    def skipped(self, visit: Visit | None) -> list[Visit]:
+        """Of a training step: visits that the record expects before this one, if it expects this one at all (None: before the end).
+
+        Not of a step that begins in backward, a second one over the same graph: that is none in which a unit was not used.
+        """
+        upcoming = self.upcoming(training=True)
+        if visit is None or (visit.backward and not self.tracks[True].current):
+            return upcoming if visit is None else []
+        return upcoming[: upcoming.index(visit)] if visit in upcoming else []
+
+    def restart(self) -> None:
+        """Record anew: ranks have done different things."""
+        self.tracks = {True: Track(), False: Track()}
+
+    def repeats(self, visit: Visit, training: bool) -> bool:
+        """True if the very next visit is expected to be this one again: no need to release the unit."""
+        track = self.tracks[training]
+        cursor = len(track.current)
+        return track.following and cursor < len(track.order) and track.order[cursor] == visit
+
+    def returns(self, unit: int, budget: int, numel_of: Callable[[int], int], training: bool) -> bool:
+        """True after a forward of a unit if it is needed again before others of more than `budget` elements have been gathered."""
+        if self.repeats(Visit(unit, False), training):
+            return True
+        seen = {unit}
+        for visit in self.upcoming(training) if budget >= 0 else ():
+            if visit.unit == unit:
+                return True
+            if visit.unit not in seen:
+                seen.add(visit.unit)
+                budget -= numel_of(visit.unit)
+            if budget < 0:
+                return False
+        return False
+
+    def end(self, training: bool) -> None:
+        """The step (or evaluation) is over: keep its order if there was none or it deviated."""
+        track = self.tracks[training]
+        if not track.current:
+            return
+        if not track.following or len(track.current) != len(track.order):
+            track.order, track.complete = track.current, True
+        track.current, track.deviated = [], False
+
+    def _name(self, visit: Visit) -> str:
+        return self.names[visit.unit] + ("'" if visit.backward else "")
+
+    def __str__(self) -> str:
+        lines = []
+        for training, track in self.tracks.items():
+            order = " ".join(map(self._name, track.order))
+            lines.append(f"{'training' if training else 'evaluation'}: {order or '(not recorded yet)'}")
+        return "\n".join(lines)

@@ -1,0 +1,388 @@
+"""From a model to units: layouts, buffers, initial values, and the exchange of the parameter objects.
+
+The user's own Parameter objects stay what optimizers, ties and closures refer to: in a sharded unit each becomes, in
+place, the sharded parameter, and its old tensor becomes the compute parameter over the flat buffer (hooks go with it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..config import Config, Offload, Placement, Tier
+from ..errors import ConfigError, HostMemoryError
+from ..memory.estimate import BUFFERS, Group, Need, needs, shortage
+from ..memory.host_memory import limits
+from ..memory.ledger import GRADIENTS, MASTERS, Ledger
+from ..memory.pool import BufferPool, StagingPool
+from ..offload.storage import Tiers
+from ..tensor.attributes import attributes_of
+from ..tensor.flat_layout import FlatLayout
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from .auto_wrap import UnitPlan
+from .flat_buffer import GradientBuffer, ParameterBuffer
+from .unit import ParamGroup, ParamSpec, Unit
+
+_STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
+_LANDINGS = _STAGING_BUFFERS + 1
+
+Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket, and where its parameters lie
+
+
+# states as large as the parameter, by class of optimizer (classes derived from it as well) and its options
+_COLUMNS: dict[str, Callable[[dict], int]] = {
+    "Adagrad": lambda options: 1,
+    "ASGD": lambda options: 1,
+    "Lion": lambda options: 1,
+    "SGD": lambda options: int(options.get("momentum", 0) != 0),
+    "RMSprop": lambda options: 1 + int(options.get("momentum", 0) > 0) + bool(options.get("centered")),
+    "Adam": lambda options: 2 + bool(options.get("amsgrad")),
+    "AdamW": lambda options: 2 + bool(options.get("amsgrad")),
+}
+
+
+def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """id of each parameter -> how many states as large as itself its first step makes (two where the class is not known)."""
+    if optimizer is None:
+        return {}
+    known = (_COLUMNS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _COLUMNS)
+    count = next(known, lambda options: 2)
+    return {id(param): count(group) for group in optimizer.param_groups for param in group["params"]}
+
+
+def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
+    """Host memory of the parameters and states as they were given: it is given back as they are placed."""
+    values = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
+    states = optimizer.state.values() if optimizer is not None else ()
+    values += [value for entries in states for value in entries.values() if type(value) is Tensor]
+    return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
+
+
+def open_tiers(
+    config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+) -> Tiers:
+    """The tiers of a model; folders on disk are checked on all ranks before anything is changed (B22; room: `_check_room`)."""
+    tiers = Tiers(comm, ledger)
+    tiers.state_columns = state_columns(optimizer)
+    if not comm.imagined:
+        tiers.released_nbytes = _held_nbytes(specs, optimizer)
+    offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
+    problem: Exception | None = None
+    try:
+        for offload in offloads:
+            tiers.open_folder(offload)
+    except (ConfigError, OSError) as error:
+        problem = error
+    if any(offload.tier is Tier.DISK for offload in offloads):
+        _agree_on(problem, tiers, "zs.shard: offload folders")
+    return tiers
+
+
+def _agree_on(problem: Exception | None, tiers: Tiers, label: str) -> None:
+    """Raise the first rank's problem on every rank (collective)."""
+    everyone = exchange_values(tiers.comm, problem, label)
+    found = next((error for error in everyone if error is not None), None)
+    if found is not None:
+        tiers.close()
+        raise found
+
+
+@dataclass
+class _BufferSizes:
+    """Of buffers of constant size. sent, fetched: (bytes, count, most) of the staging pools; landed_nbytes: of each landing."""
+
+    sent: tuple[int, int, int] = (0, 0, 0)
+    fetched: tuple[int, int, int] | None = None
+    landed_nbytes: int = 0
+
+    def by_tier(self, separate: bool) -> Iterator[tuple[Tier, int]]:
+        """What they take."""
+        yield Tier.DEVICE, self.sent[0] * self.sent[1] + _LANDINGS * self.landed_nbytes
+        if self.fetched is not None:
+            yield Tier.DEVICE, self.fetched[0] * self.fetched[1]
+        if separate:
+            yield Tier.HOST, _LANDINGS * self.landed_nbytes
+            yield Tier.HOST, 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
+
+
+class Builder:
+    """Builds the units of one model; holds what all of them need."""
+
+    def __init__(
+        self, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
+    ) -> None:
+        """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: of this model."""
+        self.config, self.comm, self.ledger, self.tiers, self.group_of = config, comm, ledger, tiers, group_of
+        self.tag = serial << 20
+        self.pool: StagingPool | None = None
+        self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
+        self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> its plan (_plan_states)
+        self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
+
+    def build(self, plans: list[UnitPlan]) -> list[Unit]:
+        """All units, with the parameters' present values in their buffers."""
+        buckets = [self._buckets(plan) for plan in plans]
+        layouts = [[self._layout(bucket) for bucket in unit] for unit in buckets]
+        pairs = [
+            (bucket, layout)
+            for unit, unit_layouts in zip(buckets, layouts, strict=True)
+            for bucket, layout in zip(unit, unit_layouts, strict=True)
+        ]
+        trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
+        self._states = {id(spec): self._plan_states(spec.dtype, layout) for spec, layout in trainable}
+        sizes = self._buffer_sizes(pairs)
+        self._check_room(pairs, sizes)
+        self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
+        self._make_tier_pools(sizes)
+        units = []
+        for number, plan in enumerate(plans):
+            groups = [
+                self._group(plan, bucket, layout)
+                for bucket, layout in zip(buckets[number], layouts[number], strict=True)
+            ]
+            units.append(Unit(plan.name, plan.modules, groups, number))
+        return units
+
+    def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
+        """The unit's parameters by (dtype, requires_grad); within, by optimizer group, matrices before vectors."""
+        buckets: dict[tuple, list[ParamSpec]] = {}
+        for spec in plan.specs:
+            buckets.setdefault((str(spec.dtype), spec.requires_grad), []).append(spec)
+        for bucket in buckets.values():
+            bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
+        return list(buckets.values())
+
+    def _layout(self, bucket: list[ParamSpec]) -> FlatLayout:
+        return FlatLayout.build([spec.shape for spec in bucket], self.comm.world_size)
+
+    def _buffer_sizes(self, pairs: list[Pair]) -> _BufferSizes:
+        """Of the buffers of constant size through which gradients leave, and shards pass between tiers."""
+        config, sizes = self.config, _BufferSizes()
+        resting, sent = config.row.gradient is not Placement.SHARDED, []
+        for bucket, layout in pairs:
+            send = self.send_dtype(bucket[0].dtype)
+            if bucket[0].requires_grad and not (resting and send == self.gradient_dtype(bucket[0].dtype)):
+                sent.append(layout.numel * send.itemsize)
+        limit = min(len(sent), 64)
+        sizes.sent = (max(sent, default=0), min(_STAGING_BUFFERS, limit), limit)
+        if config.row.parameter is Placement.SHARDED and self.tiers.away(config.offload_param):
+            nbytes = max(layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs)
+            sizes.fetched = (nbytes, min(max(config.offload_param.buffer_count // 2, 2), len(pairs)), min(len(pairs), 64))
+        if config.row.gradient is Placement.SHARDED and self.tiers.away(config.offload_gradient):
+            sizes.landed_nbytes = max(
+                layout.shard_numel * max(4, self.gradient_dtype(bucket[0].dtype).itemsize) for bucket, layout in pairs
+            )
+        return sizes
+
+    def _make_tier_pools(self, sizes: _BufferSizes) -> None:
+        """Buffers of constant size for shards that pass between tiers."""
+        tiers = self.tiers
+        if sizes.fetched is not None:
+            nbytes, count, _ = sizes.fetched
+            tiers.staging = StagingPool(self.comm, self.ledger, *sizes.fetched)
+            if tiers.separate:
+                tiers.slots = BufferPool(self.ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
+        if sizes.landed_nbytes:
+            nbytes = sizes.landed_nbytes
+            tiers.landings = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
+
+    def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
+        """Raise on every rank where host memory or a disk is too small for some host's ranks (collective; B22, B23)."""
+        config, comm, tiers = self.config, self.comm, self.tiers
+        offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
+        if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
+            return
+        found = needs(config, tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
+        if not tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
+            found.pop((GRADIENTS, Tier.DEVICE, None), None)
+        for tier, nbytes in sizes.by_tier(tiers.separate):
+            found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
+        on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
+        mine = Need.of(found, on_host, tiers.released_nbytes, limits())
+        everyone = [Need.told(*other) for other in exchange_values(comm, mine.plain(), "zs.shard: memory")]
+        text = shortage(everyone, config)
+        if text is not None:
+            tiers.close()
+            raise HostMemoryError(text)
+        if not mine.disk:
+            return
+        problem: Exception | None = None
+        try:
+            tiers.check_space(everyone[comm.rank].disk, [other.disk for other in everyone if other.host == mine.host])
+        except (ConfigError, OSError) as error:
+            problem = error
+        _agree_on(problem, tiers, "zs.shard: space on disks")
+
+    def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
+        dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
+        if not bucket[0].requires_grad:
+            return Group(layout.numel, layout.shard_numel, dtype)
+        offload, master = self._states[id(bucket[0])]
+        return Group(layout.numel, layout.shard_numel, dtype, self.gradient_dtype(dtype), offload, master, max(columns))
+
+    def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of parameters of `dtype` travel."""
+        return self.config.send_dtype or dtype
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype gradients of parameters of `dtype` rest."""
+        return dtype if dtype == torch.float64 else self.config.gradient_dtype
+
+    def _group(self, plan: UnitPlan, bucket: list[ParamSpec], layout: FlatLayout) -> ParamGroup:
+        config, dtype = self.config, bucket[0].dtype
+        label = f"{plan.name} ({dtype})"
+        self.tag += 1
+        values = ParameterBuffer(
+            layout, dtype, config, self.comm, self.ledger, self.tiers, self.tag, f"gather {label}"
+        )
+        grads = None
+        if bucket[0].requires_grad:
+            self.tag += 1
+            grads = GradientBuffer(
+                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, self.comm, self.ledger,
+                self.pool, self.tiers, self.tag, f"reduce {label}",
+            )  # fmt: skip
+        group = ParamGroup(bucket, layout, self.comm, values, grads)
+        if grads is not None:
+            group.offload, master_dtype = self._states[id(bucket[0])]
+            if master_dtype is not None:
+                numel = layout.shard_numel if config.row.optimizer is Placement.SHARDED else layout.numel
+                group.master = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
+        for index, spec in enumerate(bucket):
+            self._place(group, index, spec)
+        return group
+
+    def _plan_states(self, dtype: torch.dtype, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
+        """The tier of masters and optimizer states of the next trainable group, and the dtype of its masters, if it has some."""
+        config = self.config
+        offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
+        values = config.offload_param if config.row.parameter is Placement.SHARDED else Offload()
+        low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
+        steps_on_host = offload.tier is not Tier.DEVICE
+        # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
+        apart = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
+        if low or apart or (steps_on_host and config.delayed_update is not None):
+            return offload, torch.float32 if low else dtype
+        return offload, None
+
+    def _offloads_next(self, numel: int) -> bool:
+        """Spread the offloaded fraction of the states evenly over the units."""
+        ratio = self.config.offload_optimizer.ratio
+        self._stepped_numel += numel
+        if self.config.offload_optimizer.tier is Tier.DEVICE or self._offloaded_numel + numel / 2 > ratio * self._stepped_numel:
+            return False
+        self._offloaded_numel += numel
+        return True
+
+    def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
+        """Copy the value into the buffers and exchange the parameter object."""
+        original = spec.original
+        if not original.is_meta:
+            write_value(group, index, original)
+            given = original._local if isinstance(original, ShardedTensor) else original
+            if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
+                given.record_stream(torch.cuda.current_stream(given.device))
+        view, given = group.values.views[index], attributes_of(original)
+        fresh = nn.Parameter(view, requires_grad=original.requires_grad)
+        fresh.__dict__.update(given)
+        if not group.values.sharded:
+            if original.is_meta or isinstance(original, ShardedTensor):
+                self._replace(spec, fresh)
+            else:
+                original.data = view  # hooks and identity stay
+                fresh = original
+            fresh = self.replaced.get(id(original), original)
+            if type(fresh) is nn.Parameter and group.trainable:
+                fresh.__class__ = ReplicatedParameter
+                fresh._home = group.homes[index]  # type: ignore[attr-defined]
+            group.params.append(fresh)
+            group.compute.append(fresh)
+            group.versions.append(fresh._version)
+            return
+        facade = ShardedParameter(
+            None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
+            dtype=spec.dtype, device=self.comm.device,
+        )  # fmt: skip
+        old = self._replace(spec, facade)
+        if isinstance(old, ShardedTensor) or old is None or old.is_meta:
+            compute = fresh
+        else:
+            old.data = view
+            compute = old
+        carry_hooks(original, compute)
+        param = self.replaced.get(id(original), original)
+        param.__dict__.update(given)
+        param._compute = compute  # type: ignore[attr-defined]
+        group.params.append(param)
+        group.compute.append(compute)
+
+    def _replace(self, spec: ParamSpec, new: nn.Parameter) -> nn.Parameter | None:
+        """Make the user's object be `new`. Returns the object that now has the old tensor, or None.
+
+        Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one an
+        empty tensor, so that a stale reference reads nothing instead of freed memory.
+        """
+        original = spec.original
+        if swap(original, new):
+            return new
+        for owner, attribute in spec.owners:
+            owner._parameters[attribute] = new
+        self.replaced[id(original)] = new
+        if not isinstance(original, ShardedTensor) and not original.is_meta:
+            original.data = original.data.new_empty(0)
+        return None
+
+
+def swap(one: Tensor, other: Tensor) -> bool:
+    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
+    if one._use_count() > 1 or other._use_count() > 1:
+        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
+
+
+def carry_hooks(source: Tensor, target: Tensor) -> None:
+    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(source, table)
+        if hooks and getattr(target, table) is not hooks:
+            setattr(target, table, hooks)
+
+
+@torch.no_grad()
+def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
+    """Put a whole (or alike sharded) value of parameter `index` into this rank's part of the buffers."""
+    group.begin_write()
+    home = group.homes[index]
+    piece = _piece_of(value, home.start, home.stop)
+    group.set_local(index, piece)
+    if not group.values.sharded:
+        group.values.views[index].copy_(_whole_of(value))
+    if group.master is None:
+        return
+    if group.master.numel == group.layout.shard_numel:
+        group.master.store(home.begin, piece)
+    else:
+        group.master.store(group.layout.slots[index].offset, _whole_of(value).reshape(-1))
+
+
+def _piece_of(value: Tensor, start: int, stop: int) -> Tensor:
+    """Elements [start, stop) of the flattened value. A born-sharded value is gathered first (collective)."""
+    if isinstance(value, ShardedTensor):
+        if (value._home.start, value._home.stop) == (start, stop):
+            return value._local
+        return value.full_tensor().reshape(-1)[start:stop]
+    return value.detach().reshape(-1)[start:stop]
+
+
+def _whole_of(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, ShardedTensor) else value.detach()

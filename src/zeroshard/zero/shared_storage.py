@@ -1,0 +1,134 @@
+"""Parameters whose elements lie in the same memory: on one process they are one value, in flat buffers they would part.
+
+    b.weight = a.weight                        a tie: one parameter, served
+    b.weight = nn.Parameter(a.weight.data)     two parameters over one memory: refused, by both names
+
+Two such parameters have two gradients, and an optimizer steps the memory twice, each time with other states: one flat
+buffer can not do that. Views of one tensor that do not overlap share nothing and are served.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import ShardedAccessError
+from ..tensor.sharded_tensor import RangeHome, ShardedTensor
+from .unit import ParamSpec
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Where a tensor's elements lie: in which memory, from which byte on, and of each dimension how many and how far apart."""
+
+    memory: Hashable
+    start: int
+    dims: tuple[tuple[int, int], ...]  # (count, stride in bytes), the last one within an element
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte."""
+        return self.start + 1 + sum((count - 1) * stride for count, stride in self.dims)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it has every byte from the first to the last."""
+        return math.prod(count for count, _ in self.dims) == self.stop - self.start
+
+    def overlaps(self, other: Extent) -> bool:
+        """Whether an element of one is (a part of) one of the other; of the same memory."""
+        begin, end = max(self.start, other.start), min(self.stop, other.stop)
+        if begin >= end:
+            return False
+        if self.dense and other.dense:
+            return True
+        first = min(self.start, other.start)
+        taken = torch.zeros(max(self.stop, other.stop) - first, dtype=torch.bool, device="cpu")
+        self._within(taken, first).fill_(True)
+        return bool(other._within(taken, first).any())
+
+    def _within(self, memory: Tensor, first: int) -> Tensor:
+        return memory.as_strided([count for count, _ in self.dims], [stride for _, stride in self.dims], self.start - first)
+
+
+def _extent(memory: Hashable, start: int, tensor: Tensor) -> Extent:
+    size = tensor.itemsize
+    dims = [(count, stride * size) for count, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return Extent(memory, start, (*dims, (size, 1)))
+
+
+class Origin:
+    """Of which memory a parameter was cut that is born sharded. While this lives, no other storage has the identity of that one."""
+
+    def __init__(self, whole: Tensor, local: Tensor) -> None:
+        """local: this rank's slice. While the parameter holds that, it is a copy of what lay there."""
+        self._storage = StorageWeakRef(whole.untyped_storage())
+        self.extent = extent_in_storage(whole)
+        self.slice = local.untyped_storage()._cdata
+
+
+def extent_in_storage(tensor: Tensor) -> Extent:
+    """Of a whole tensor, on the meta device as well."""
+    return _extent(("storage", tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.itemsize, tensor)
+
+
+def _extents(tensor: Tensor) -> Iterator[Extent]:
+    """Where a parameter or buffer lies, in every way in which that can be said of it."""
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return
+    if not isinstance(tensor, ShardedTensor):
+        yield extent_in_storage(tensor)
+        if tensor.untyped_storage().device.type != "meta":  # a fake tensor's is; one memory may have several storages
+            yield _extent(tensor.device, tensor.data_ptr(), tensor)
+        return
+    home: Any = tensor._home
+    held = tensor._held.untyped_storage()._cdata
+    start = home.offset if isinstance(home, RangeHome) else 0
+    yield Extent(("slices", held), start, ((tensor.numel(), 1),))
+    origin = getattr(home, "origin", None)
+    if origin is not None and origin.slice == held:
+        yield origin.extent
+
+
+_Lying = tuple[Extent, str, bool | None]  # name; whether it is trained, None of a buffer
+
+
+def check_sharing(model: nn.Module, specs: list[ParamSpec]) -> None:
+    """Raise ShardedAccessError, by both names, where two parameters share memory, or a buffer shares that of a trained one."""
+    tensors: list[tuple[str, Tensor, bool | None]] = [(s.name, s.original, s.requires_grad) for s in specs]
+    tensors += [(name, buffer, None) for name, buffer in model.named_buffers()]
+    found: dict[Hashable, list[_Lying]] = {}
+    for name, tensor, trained in tensors:
+        for extent in _extents(tensor):
+            found.setdefault(extent.memory, []).append((extent, name, trained))
+    for lying in found.values():
+        before: list[_Lying] = []
+        for entry in sorted(lying, key=lambda entry: entry[0].start):
+            before = [other for other in before if other[0].stop > entry[0].start]
+            for other in before:
+                _check_pair(other, entry)
+            before.append(entry)
+
+
+def _check_pair(*pair: _Lying) -> None:
+    (one, _, _), (other, _, _) = pair
+    params = [name for _, name, trained in pair if trained is not None]
+    buffers = [name for _, name, trained in pair if trained is None]
+    if len(buffers) == 2 or (buffers and not any(trained for _, _, trained in pair)) or not one.overlaps(other):
+        return
+    if buffers:
+        raise ShardedAccessError(
+            f"{params[0]} and the buffer {buffers[0]} share memory, and would part: what trains the one would not reach the "
+            "other. Let the module read the parameter itself, or give the buffer memory of its own (.clone())."
+        )
+    raise ShardedAccessError(
+        f"{' and '.join(params)} are two parameters that share memory: on one process each has a gradient and optimizer states "
+        "of its own, and both are stepped in the same place. Make them one, before the optimizer is built (module.weight = "
+        "other.weight: a tie), or give one memory of its own (nn.Parameter(other.weight.detach().clone()))."
+    )

@@ -1,0 +1,494 @@
+"""Units: the parameters that are gathered and reduced together.
+
+A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
+flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
+
+    SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
+
+FETCHING is for shards that rest on the host or on disk and are on their way to the device, ahead of the gather.
+
+While READY and in use, the modules hold the *compute* parameters (views of the flat buffer); at rest they hold the
+sharded parameters. A unit is in use while a forward runs inside it (`depth`), and from its first gradient to its last
+(`in_backward`); it is pinned inside `zs.gathered`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ..comm.base import Comm, Work
+from ..config import Offload
+from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
+from ..io.aligned import bytes_of
+from ..offload.storage import Rest
+from ..tensor.flat_layout import FlatLayout
+from ..tensor.sharded_tensor import ReleasedParameter, ShardedParameter, ShardedTensor
+from ..tensor.tiled_parameter import Tile
+from .flat_buffer import GradientBuffer, ParameterBuffer
+
+
+class Phase(Enum):
+    """Where a sharded unit's memory stands."""
+
+    SHARDED = "sharded"
+    FETCHING = "fetching"
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+_ALLOWED = {
+    Phase.SHARDED: {Phase.FETCHING, Phase.GATHERING},
+    Phase.FETCHING: {Phase.GATHERING, Phase.SHARDED},
+    Phase.GATHERING: {Phase.READY, Phase.SHARDED},
+    Phase.READY: {Phase.SHARDED},
+}
+
+
+@dataclass(eq=False)
+class ParamSpec:
+    """One parameter as the model had it: its names, and every (module, attribute) that holds it (ties)."""
+
+    name: str
+    original: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    dtype: torch.dtype  # in which it rests and computes
+    shape: tuple[int, ...]
+    requires_grad: bool
+    given_dtype: torch.dtype  # in which the user gave it
+    number: int = -1  # position in the model, the bit in participation masks
+
+
+class ParamHome:
+    """The Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
+
+    def __init__(self, group: ParamGroup, index: int) -> None:
+        self.group, self.index, self.comm = group, index, group.comm
+        piece = group.layout.piece(index, group.comm.rank)
+        self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
+        self.piece = piece
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # in this rank's shard
+
+    def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
+        """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
+        return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
+
+    @property
+    def undivided(self) -> bool:
+        """True while the gradient is a weighted sum (zs.backward) that the step will divide."""
+        return self.group.runtime is not None and self.group.runtime.account.weight != 0
+
+    def fetch(self, gradient: bool) -> Tensor:
+        """This rank's slice of the value, or of the gradient: a view, or a copy of what rests elsewhere."""
+        return self.group.grads.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
+
+    def before_write(self) -> None:
+        self.group.begin_write()
+        self.group.unit.writes += 1
+        self.group.comm.fence_write()
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.values.rest.store(self.begin + offset, local)
+        self.group.dirty.add(self.index)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.refuse_gradient_write()
+        self.group.grads.store(self.begin + offset, local)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        if self.group.runtime is not None:
+            self.group.runtime.attendance.refuse("full_tensor() (or another whole tensor)")
+        return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
+
+    def gradient(self) -> Tensor | None:
+        return self.group.gradient(self.index)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        self.group.set_gradient(self.index, value)
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""
+        aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
+        if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
+            return  # what it is; what was computed from it has the same home
+        if value.shape != param.shape:
+            raise ModelChanged(
+                f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
+                "it; or zs.close(model) first, resize, build a new optimizer, and zs.shard() again."
+            )
+        if (value.dtype, value.device) != (param.dtype, param.device):
+            raise ModelChanged(
+                f"parameter {self.name} was converted from {param.dtype} on {param.device} to "
+                f"{value.dtype} on {value.device} after zs.shard(), by half(), to() or `.data = ...`. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), convert the model before it, or zs.close(model) first."
+            )
+        with torch.no_grad():
+            param.copy_(value)
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
+
+
+def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
+    """Every rank's 1-D tensor of any length, one behind the other, through the host (collective; for inspection)."""
+    mine = local.detach().to("cpu").contiguous()
+    everyone = comm.exchange(bytes(bytes_of(mine)), label)
+    whole = torch.empty(sum(map(len, everyone)) // mine.itemsize, dtype=mine.dtype, device="cpu")
+    content, begin = bytes_of(whole), 0
+    for part in filter(None, everyone):
+        content[begin : begin + len(part)] = part
+        begin += len(part)
+    return whole.to(local.device)
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """The parameters of a unit that share dtype and requires_grad: one flat buffer each for values and gradients.
+
+    params: [sharded or ordinary] parameters as the user sees them; compute: what autograd sees.
+    active: parameters that some rank had a gradient for since the last zero_grad (the same on every rank).
+    dirty: parameters written through the API since masters were last refreshed.
+    """
+
+    specs: list[ParamSpec]
+    layout: FlatLayout
+    comm: Comm
+    values: ParameterBuffer
+    grads: GradientBuffer | None
+    master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
+    offload: Offload = Offload()  # of masters and optimizer states
+    columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
+    params: list[nn.Parameter] = field(default_factory=list)
+    compute: list[nn.Parameter] = field(default_factory=list)
+    homes: list[ParamHome] = field(default_factory=list)
+    active: list[bool] = field(default_factory=list)
+    dirty: set[int] = field(default_factory=set)
+    versions: list[int] = field(default_factory=list)
+    runtime: Any = None  # whose group this is
+    unit: Any = None  # of which it is a part
+
+    def __post_init__(self) -> None:
+        self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
+        self.active = [False] * len(self.specs)
+
+    @property
+    def trainable(self) -> bool:
+        return self.grads is not None
+
+    def begin_write(self) -> None:
+        """The user is about to write values, masters or states: nobody may go on with earlier ones."""
+        if self.runtime is not None:
+            self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
+            self.runtime.recover()
+        if self.unit is not None:
+            self.unit.outdate()
+        if self.runtime is None:
+            return
+        if self.runtime.optimizer is not None:
+            self.runtime.optimizer.core.begin_write()
+        self.runtime.before_change()
+
+    def local(self, index: int) -> Tensor:
+        """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
+        return self.homes[index].fetch(gradient=False)
+
+    def set_local(self, index: int, value: Tensor) -> None:
+        """Write this rank's slice of parameter `index`."""
+        self._begin_set()
+        self.values.rest.store(self.homes[index].begin, value)
+
+    def place(self, index: int) -> Tensor | None:
+        """This rank's slice of parameter `index` to be written now, 1-D; None where the host can not write in place."""
+        home = self.homes[index]
+        view = self.values.rest.view(home.begin, home.begin + home.stop - home.start)
+        if view is not None:
+            self._begin_set()
+        return view
+
+    def _begin_set(self) -> None:
+        if self.unit is not None:
+            self.unit.writes += 1
+        self.values.forget()
+
+    def mark_written(self) -> None:
+        """A step has written values, past autograd: a backward of a forward before it must notice, as in torch."""
+        if self.values.sharded:
+            self.unit.writes += 1
+        else:
+            torch.autograd.graph.increment_version(self.params)
+            self.versions = [version + 1 for version in self.versions]
+
+    def put_whole(self, index: int) -> None:
+        """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
+        param = self.params[index]
+        torch.autograd.graph.increment_version(param)
+        self.versions[index] = param._version
+        self.dirty.discard(index)
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
+        if self.grads is None:
+            return None
+        if self.grads.holds:
+            raise ShardedAccessError(
+                f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
+                "the last backward outside zs.accumulate first, or take zs.full_gradients(model) (collective)."
+            )
+        if not self.grads.reduced or not self.active[index]:
+            return None
+        if self.runtime is not None:
+            self.runtime.unscale()
+        if self.grads.replicated:
+            slot = self.layout.slots[index]
+            return self.grads.full[slot.offset : slot.stop].view(slot.shape)
+        gradient = self.homes[index].wrap(None, self.grads.dtype)
+        gradient._of_gradient = True
+        return gradient
+
+    def set_gradient(self, index: int, value: Tensor | None) -> None:
+        """Assign a gradient (sharded alike, or whole) or drop it (None). Raises ModelChanged while sums are held back."""
+        if self.grads is None:
+            if value is not None:
+                raise ModelChanged(f"{self.specs[index].name} is frozen (requires_grad=False) and takes no gradient.")
+            return
+        home, slot, grads = self.homes[index], self.layout.slots[index], self.grads
+        if grads.holds:
+            raise ModelChanged(
+                f"{self.specs[index].name}.grad was assigned while gradients of backwards inside zs.accumulate are held back: "
+                "they would be added to it. Run the last backward outside zs.accumulate, or optimizer.zero_grad() first."
+            )
+        if value is not None:
+            self.refuse_gradient_write()
+        if self.runtime is not None:
+            self.runtime.unscale()
+        if value is not None and not grads.reduced:
+            grads.zero()  # left by an earlier step: the other parameters have no gradient
+        place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.end)
+        if value is None:
+            place.zero_()
+        elif isinstance(value, ShardedTensor):
+            place.copy_(value._local)
+        else:
+            place.copy_(value.reshape(-1) if grads.replicated else value.reshape(-1)[home.start : home.stop])
+        if not grads.replicated:
+            grads.store(home.begin, place)
+        grads.reduced = grads.reduced or value is not None
+        self.active[index] = value is not None
+        groups = self.runtime.groups if self.runtime is not None else []
+        if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
+            self.runtime.forget_backwards()  # zero_grad by hand
+
+
+    def refuse_gradient_write(self) -> None:
+        """Raise where other ranks could not do the same with their slices."""
+        if self.runtime is not None:
+            self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
+
+
+class Unit:
+    """A named set of parameter groups with the modules through which it is entered."""
+
+    def __init__(self, name: str, modules: list[nn.Module], groups: list[ParamGroup], number: int) -> None:
+        self.name, self.modules, self.groups, self.number = name, modules, groups, number
+        self.sharded = any(group.values.sharded for group in groups)
+        self.phase = Phase.SHARDED if self.sharded else Phase.READY
+        self.depth = 0  # forwards running inside
+        self.in_backward = False
+        self.pinned = False  # inside zs.gathered: the modules hold whole copies
+        self.kept = False  # an output still refers to its memory
+        self.outdated = False  # and shards were written since
+        self.writes = 0  # how often they were
+        self.swapped = False  # modules hold compute parameters
+        self._seen_versions: list[int] = []  # of compute parameters when that began
+        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
+        self.gathered_numel = sum(g.layout.numel for g in groups)
+        mapped = any(g.values.mapped for g in groups)  # such memory is never released
+        self.memories = {g.values.full.untyped_storage()._cdata for g in groups if self.sharded and not mapped}
+        self.staged = any(g.values.staged for g in groups)
+        self.trainable = [g for g in groups if g.trainable]
+        self.expect()
+        self.graphed = False  # for a backward of a backward
+        self._works: list[Work] = []
+        self._places = [
+            (owner._parameters, attribute, g.params, g.compute, i)
+            for g in groups
+            for i, spec in enumerate(g.specs)
+            for owner, attribute in spec.owners
+        ]
+        for group in groups:
+            group.unit = self
+        self._guarded = [
+            param
+            for group in groups
+            if group.values.sharded and not group.values.mapped
+            for param in group.compute
+            if type(param) is nn.Parameter
+        ]
+        self.guard(self.phase is Phase.SHARDED)
+
+    def expect(self) -> None:
+        """Count the parameters that require a gradient."""
+        params = [param for group in self.groups for param in group.params]
+        self.expected = sum(param.requires_grad for param in params)  # gradients per backward
+        self.has_frozen = self.expected < len(params)
+        self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # backward may be over before all gradients are there
+
+    def _move(self, phase: Phase) -> None:
+        if phase not in _ALLOWED[self.phase]:
+            raise AssertionError(f"unit {self.name}: illegal transition {self.phase.value} -> {phase.value}")
+        self.phase = phase
+
+    def fetch(self) -> bool:
+        """Start to bring offloaded shards to the device (SHARDED -> FETCHING); False where no buffer is free for them."""
+        if self.phase is not Phase.SHARDED or not self.staged:
+            return True
+        if not all(group.values.fetch() for group in self.groups):
+            return False  # a part may be under way: it is used when the rest follows
+        self._move(Phase.FETCHING)
+        return True
+
+    @property
+    def fetched(self) -> bool:
+        """True where what was fetched has arrived."""
+        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
+
+    def forget(self) -> None:
+        """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
+        for group in self.groups:
+            group.values.forget()
+        if self.phase is Phase.FETCHING:
+            self._move(Phase.SHARDED)
+
+    def gather(self) -> None:
+        """Start to gather (-> GATHERING); does nothing if that has happened. What fails (no memory) leaves the unit SHARDED."""
+        if self.phase not in (Phase.SHARDED, Phase.FETCHING):
+            return
+        self._move(Phase.GATHERING)
+        try:
+            for group in self.groups:
+                self._works.append(group.values.gather())
+        except BaseException:
+            self._abandon_gather()
+            raise
+
+    def _abandon_gather(self) -> None:
+        """Give back what a gather that failed has taken: whoever catches the error may go on with a smaller batch."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for group in self.groups:
+            group.values.forget()
+            group.values.release()
+        self._move(Phase.SHARDED)
+
+    def ready(self) -> None:
+        """Gather if need be and wait (-> READY)."""
+        if self.phase is Phase.READY:
+            return
+        self.gather()
+        for work in self._works:
+            work.wait()
+        self._works = []
+        self._move(Phase.READY)
+        self.guard(False)
+
+    def release(self) -> None:
+        """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
+        if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING):
+            return
+        self.ready()
+        for group in self.groups:
+            group.values.release()
+        self._move(Phase.SHARDED)
+        self.guard(True)
+
+    def land(self) -> None:
+        """Drop what is being gathered ahead (GATHERING -> SHARDED): its buffers are about to be gathered for something else."""
+        if self.phase is Phase.GATHERING:
+            self.release()
+
+    def outdate(self) -> None:
+        """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
+        if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
+            self.release()
+            self.forget()
+        self.outdated = self.kept
+        for group in self.groups:
+            group.values.settle()
+
+    def guard(self, released: bool) -> None:
+        """Let compute parameters that someone kept raise, instead of reading released memory."""
+        cls = ReleasedParameter if released else nn.Parameter
+        for param in self._guarded:
+            param.__class__ = cls
+
+    def swap_in(self) -> None:
+        """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
+        if self.swapped or not self.sharded:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+            for parameters, attribute, params, compute, i in self._places:
+                if parameters.get(attribute) is not params[i]:
+                    self.swapped = True  # those before it are
+                    self.swap_out()
+                    self._complain(params[i])
+                parameters[attribute] = compute[i]
+        self._seen_versions = self._versions()
+        self.swapped = True
+
+    def swap_out(self) -> None:
+        """Put the sharded parameters back; the inverse of `swap_in`."""
+        if not self.swapped:
+            return
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is compute[i]:
+                parameters[attribute] = params[i]
+        self.swapped = False
+
+    def _versions(self) -> list[int]:
+        return [param._version for group in self.groups for param in group.compute]
+
+    def check_unwritten(self) -> None:
+        """At the end of a forward: raise ShardedWriteError where it has written one of its parameters in place."""
+        if not self.swapped or self._versions() == self._seen_versions:
+            return
+        specs = [spec for group in self.groups for spec in group.specs]
+        written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
+        self._seen_versions = self._versions()
+        raise ShardedWriteError(
+            f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
+            "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "
+            "`with zs.gathered(module, write=True)`."
+        )
+
+    def as_computed(self, tree: Any) -> Any:
+        """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
+        mine = {id(param): compute for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)}
+        return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
+
+    def check_placed(self) -> None:
+        """Raise ModelChanged where something else stands in the place of a parameter."""
+        for parameters, attribute, params, compute, i in self._places:
+            if parameters.get(attribute) is not params[i] and parameters.get(attribute) is not compute[i]:
+                self._complain(params[i])
+
+    def check_unchanged(self) -> None:
+        """Replicated units: raise ModelChanged where a parameter was replaced."""
+        if self.sharded or self.pinned:
+            return
+        for parameters, attribute, params, _, i in self._places:
+            if parameters.get(attribute) is not params[i]:
+                self._complain(params[i])
+
+    def _complain(self, param: Tensor) -> None:
+        name = next(s.name for g in self.groups for s, p in zip(g.specs, g.params, strict=True) if p is param)
+        raise ModelChanged(
+            f"parameter {name} was replaced after zs.shard(). zs.close(model) first, change the model (resize, replace), then "
+            "zs.shard() it again."
+        )

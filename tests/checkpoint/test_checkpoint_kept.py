@@ -1,0 +1,587 @@
+"""zs.load in a process that has saved: what is read goes into the buffers of saves, and from there into place."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+import torch
+from checkpoint_kit import assert_equal, build, read_checkpoint, snapshot, train, write_checkpoint
+from helpers import seeded, token_batches
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.checkpoint import bulk_reader, loading, resolver
+from zeroshard.checkpoint import read_buffers as room_module
+from zeroshard.checkpoint.rank_file import BUFFER_NBYTES, FileWriter, Ring
+from zeroshard.checkpoint.read_buffers import SLOTS, WINDOW_NBYTES, Room
+from zeroshard.errors import CheckpointCorrupt
+from zeroshard.io.aligned import ALIGN
+from zeroshard.testing import run_threads
+from zeroshard.zero.runtime import runtime_of
+
+BATCHES = [step[0] for step in token_batches(4, 1, 4, 11)]
+WIDE = [[(torch.randn(2, 1500, generator=torch.Generator().manual_seed(rank)),) for rank in range(3)]]
+
+
+class Wide(nn.Module):
+    """Of a dozen windows, and a few bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 700), nn.Linear(700, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Windows that stayed where they were read, that went by, and that were read once more."""
+    calls, lock = {"kept": 0, "passed": 0, "again": 0}, threading.Lock()
+
+    def count(what: str) -> None:
+        with lock:
+            calls[what] += 1
+
+    note, begin = bulk_reader.Kept.note, bulk_reader.Kept._slot
+    monkeypatch.setattr(bulk_reader.Kept, "note", lambda self, path, at: (count("kept" if at.kept else "passed"), note(self, path, at))[1])
+    monkeypatch.setattr(bulk_reader.Kept, "_slot", lambda self: (count("again"), begin(self))[1])
+    return calls
+
+
+@pytest.fixture
+def no_more(monkeypatch):
+    """The buffers that there are have to do."""
+    monkeypatch.setattr(Room, "_make", lambda self, pace: None)
+
+
+@pytest.mark.parametrize(("options", "worlds"), [
+    ({"stage": 0}, (2, 3)), ({"stage": 1}, (3, 2)), ({"stage": 2, "precision": "bf16"}, (2, 2)), ({"stage": 3}, (3, 2)),
+    ({"stage": 3}, (1, 3)), ({"stage": 3}, (2, 1)), ({"stage": 3, "precision": "bf16"}, (2, 3)),
+], ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value)))  # fmt: skip
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_load_after_a_save_reads_into_its_buffers(options, worlds, asynchronous, tmp_path, counted):
+    """Other numbers of ranks, masters, replicated states: the values, and the buffers, are as they were."""
+    expected = write_checkpoint(tmp_path / "a", worlds[0], "tied", BATCHES[:2], save_name="x", **options)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", seed=5, **options)
+        train(model, optimizer, rank, BATCHES[2:3])
+        zs.save(tmp_path / "b", model, optimizer, asynchronous=asynchronous)
+        ring = runtime_of(model).saver.ring
+        count = ring.count
+        for _ in range(2):
+            zs.load(tmp_path / "a", model, optimizer)
+            assert_equal(snapshot(model, optimizer), expected)
+            assert ring.count == ring._free.qsize() == count
+            train(model, optimizer, rank, BATCHES[3:])
+        zs.close(model)
+
+    run_threads(worlds[1], rank_run)
+    assert counted["kept"] >= 2 * worlds[1] and counted["passed"] == counted["again"] == 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_many_windows_and_states_that_are_written_over(world, tmp_path, counted):
+    expected = write_checkpoint(tmp_path / "a", 3, seeded(Wide), WIDE, save_name="x")
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5))
+        train(model, optimizer, rank, WIDE)
+        runs = [run for runs in optimizer.core.runs for run in runs]
+        before = sorted(value.data_ptr() for run in runs for value in run.states.load().values() if run.holds(value))
+        zs.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
+        zs.load(tmp_path / "a", model, optimizer)
+        runs = [run for runs in optimizer.core.runs for run in runs]
+        after = sorted(value.data_ptr() for run in runs for value in run.states.load().values() if run.holds(value))
+        assert before == after and before, "states take no fresh memory"
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(world, rank_run)
+    assert counted["kept"] >= 10 and counted["passed"] == counted["again"] == 0
+
+
+@pytest.mark.parametrize("free", [0, 1])
+@pytest.mark.parametrize(("options", "worlds"), [
+    ({"stage": 0}, (1, 2)), ({"stage": 1, "precision": "bf16"}, (2, 2)), ({"stage": 3}, (2, 2)), ({"stage": 3}, (3, 1)),
+    ({"stage": 3, "precision": "bf16"}, (1, 2)),
+], ids=lambda value: "-".join(map(str, value.values() if isinstance(value, dict) else value)))  # fmt: skip
+def test_what_does_not_fit_the_buffers_is_read_once_more(options, worlds, free, tmp_path, counted, no_more):
+    """On the last rank alone there are fewer; what was lent is given back."""
+    expected = write_checkpoint(tmp_path, worlds[0], seeded(Wide), WIDE, save_name="x", **options)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5), **options)
+        train(model, optimizer, rank, WIDE)
+        zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
+        ring = runtime_of(model).saver.ring
+        if rank == worlds[1] - 1:
+            ring.release(keep=free)
+        count = ring.count
+        for _ in range(2):
+            zs.load(tmp_path, model, optimizer, name="x")
+            assert_equal(snapshot(model, optimizer), expected)
+            assert ring.count == ring._free.qsize() == count
+        zs.close(model)
+
+    run_threads(worlds[1], rank_run)
+    assert counted["again"] >= counted["passed"] > 0
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 40, 1000])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_first_load_reads_states_into_fresh_tensors(memory, world, tmp_path, counted, monkeypatch):
+    """And parameters into buffers that are made for it, as far as there is memory."""
+    expected = write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
+    monkeypatch.setattr(loading, "available_nbytes", lambda: memory)
+    monkeypatch.setattr(Room, "_make", lambda self, pace, plain=Room._make: plain(self, lambda: 1.0))  # a slow disk
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5))
+        zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), expected)
+        assert runtime_of(model).saver.ring.count == 0
+        zs.close(model)
+
+    run_threads(world, rank_run)
+    assert counted["passed"] > 0 and (counted["again"] > 0) == (memory == 1000) and (counted["kept"] > 0) == (memory != 1000)
+
+
+@pytest.mark.parametrize("how", ["damaged", "broken"])
+def test_what_changes_before_it_is_read_once_more_is_told_on_all_ranks(how, tmp_path, no_more, monkeypatch):
+    """The model refuses to run until something has been loaded to its end."""
+    expected = write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
+    path = tmp_path / "x" / "rank-00001.distcp"
+    content = path.read_bytes()
+    read, plain_begin = bulk_reader.Bulk.read, bulk_reader.Bulk.begin
+    both, harmed, mended = threading.Barrier(2, timeout=60), threading.Event(), threading.Event()
+
+    def then_harmed(self, most):
+        kept = read(self, most)
+        both.wait()
+        if threading.current_thread().name == "rank0" and not harmed.is_set():
+            harmed.set()
+            if how == "damaged":
+                path.write_bytes(bytes(1 << 20) + content[1 << 20 :])
+        both.wait()
+        return kept
+
+    def begin(self, path, at, memory, kept):
+        if how == "broken" and harmed.is_set() and "rank-00001" in path.name and not mended.is_set():
+            raise zs.OffloadIOError(str(path), at, errno.EIO, "reading")
+        return plain_begin(self, path, at, memory, kept)
+
+    monkeypatch.setattr(bulk_reader.Bulk, "begin", begin)
+    monkeypatch.setattr(bulk_reader.Bulk, "read", then_harmed)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5))
+        train(model, optimizer, rank, WIDE)
+        with pytest.raises(zs.CheckpointError, match="rank 1, reading .*rank-00001.distcp"):
+            zs.load(tmp_path, model, optimizer, name="x")
+        with pytest.raises(zs.ZeroshardError, match="could not be loaded to its end"):
+            model(WIDE[0][0][0])
+        both.wait()
+        if rank == 0:
+            mended.set()
+            path.write_bytes(content)
+        both.wait()
+        zs.load(tmp_path, model, optimizer, name="x")
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+def test_a_damaged_block_is_found_before_anything_has_changed(where, tmp_path, counted):
+    write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
+    expected = read_checkpoint(tmp_path, 2, seeded(Wide, 5))[0]
+    path = tmp_path / "x" / "rank-00001.distcp"
+    content = bytearray(path.read_bytes())
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5))
+        train(model, optimizer, rank, WIDE)
+        zs.save(tmp_path / "b", model, optimizer, asynchronous=True).wait()
+        ring, comm = runtime_of(model).saver.ring, runtime_of(model).comm
+        before, count = snapshot(model, optimizer), ring.count
+        if rank == 0:
+            at = int(where * (len(content) - 1))
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        comm.exchange(b"", "damaged")
+        with pytest.raises(CheckpointCorrupt, match="rank-00001.distcp"):
+            zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), before)
+        assert ring.count == ring._free.qsize() == count
+        if rank == 0:
+            path.write_bytes(content)
+        comm.exchange(b"", "mended")
+        zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_given_to_an_optimizer_may_be_its_own(stage):
+    """Only a load writes over states: here each parameter gets what the other had."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)))
+    model, optimizer = build(model, stage=stage)
+    model(torch.randn(3, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()
+    whole = lambda value: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()  # noqa: E731
+    before = [{key: whole(value) for key, value in states["state"][i].items()} for i in (0, 1)]
+    states["state"] = {0: states["state"][1], 1: states["state"][0]}
+    optimizer.load_state_dict(states)
+    after = optimizer.state_dict()["state"]
+    for i in (0, 1):
+        for key, value in before[1 - i].items():
+            assert torch.equal(whole(after[i][key]), value), (i, key)
+    zs.close(model)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps the last two gradients; what it has for the one before the first is `how` it is made."""
+
+    def __init__(self, params: list, how: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            if state:
+                state["before"], state["now"] = state["now"], param.grad.clone()
+            else:
+                state["now"] = param.grad.clone()
+                nothing = torch.zeros(()).expand(param.numel()).view(param.shape)
+                state["before"] = {"one": state["now"], "expanded": nothing, "parameter": param.detach()}.get(self.how, nothing.clone())
+            param.add_(state["now"] + 0.5 * state["before"], alpha=-0.1)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("how", ["one", "expanded", "parameter", "inference", "plain"])
+def test_states_are_written_over_only_where_the_memory_is_theirs_alone(how, stage, verify, tmp_path):
+    """Two states that are one tensor, rows that share memory, a parameter's memory, tensors of inference."""
+
+    def made(seed: int, how: str) -> tuple:
+        module = seeded(lambda: nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)), seed)
+        return zs.shard(module, Odd(list(module.parameters()), how), stage=stage)
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for step in range(steps):
+            model(torch.full((2, 5), float(step + 1))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made(0, "plain")
+    trained(model, optimizer, 3)
+    zs.save(tmp_path, model, optimizer, name="x")
+    values, states = zs.full_state_dict(model), zs.full_optimizer_state(model)
+    zs.close(model)
+    model, optimizer = made(1, how)
+    trained(model, optimizer, 1)
+    if how == "inference":
+        with torch.inference_mode():
+            optimizer.load_state_dict(optimizer.state_dict())
+    if verify:
+        zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
+    zs.load(tmp_path, model, optimizer, name="x", verify=verify)
+    for name, value in zs.full_state_dict(model).items():
+        assert torch.equal(value, values[name]), name
+    for name, state in zs.full_optimizer_state(model).items():
+        assert all(torch.equal(value, states[name][key]) for key, value in state.items()), name
+    zs.close(model)
+
+
+class Marked(Wide):
+    """With extra state that is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mark = torch.zeros(3)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.mark
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.mark = state
+
+
+def test_extra_state_that_is_a_tensor(tmp_path, counted):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Marked))
+        train(model, optimizer, rank, WIDE)
+        model.mark = torch.arange(3.0)
+        zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
+        model.mark = torch.zeros(3)
+        zs.load(tmp_path, model, optimizer)
+        assert torch.equal(model.mark, torch.arange(3.0))
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert counted["kept"] >= 2 and counted["passed"] == counted["again"] == 0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_damage_in_states_of_a_shape_of_their_own_is_found(kept, tmp_path):
+    """They are read to be compared, before everything else."""
+
+    class Histogram(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None) -> None:
+            super().step()
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["histogram"] = torch.ones(700, 500)  # more than a block
+
+    model = seeded(lambda: nn.Linear(7, 5))
+    model, optimizer = zs.shard(model, Histogram(model.parameters(), lr=0.1, momentum=0.9), stage=1)
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    path = zs.save(tmp_path, model, optimizer, name="x", asynchronous=kept).wait() / "rank-00000.distcp"
+    if not kept:
+        runtime_of(model).saver.ring.release()
+    content = path.read_bytes()
+    for at in range(1000, len(content), len(content) // 9):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(CheckpointCorrupt, match="rank-00000.distcp"):
+            zs.load(tmp_path, model, optimizer)
+    path.write_bytes(content)
+    zs.load(tmp_path, model, optimizer)
+    zs.close(model)
+
+
+def test_buffers_of_a_save_that_failed_while_it_copied_are_there_for_a_load(tmp_path, monkeypatch):
+    plain = FileWriter.fill
+    failing = threading.Event()
+
+    def fill(self, contents, blobs=None):
+        if failing.is_set() and "rank-00001" in self.file.path:
+            raise OSError(errno.EIO, "broken")
+        return plain(self, contents, blobs)
+
+    monkeypatch.setattr(FileWriter, "fill", fill)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", stage=1)
+        train(model, optimizer, rank, BATCHES[:1])
+        zs.save(tmp_path, model, optimizer, name="x", asynchronous=True).wait()
+        expected, ring, comm = snapshot(model, optimizer), runtime_of(model).saver.ring, runtime_of(model).comm
+        comm.exchange(b"", "saved")
+        failing.set()
+        for _ in range(ring.count + 1):
+            with pytest.raises(zs.CheckpointError, match="broken"):
+                zs.save(tmp_path, model, optimizer, name="y", asynchronous=True)
+            assert ring.free == ring.count
+        comm.exchange(b"", "failed")
+        failing.clear()
+        train(model, optimizer, rank, BATCHES[1:2])
+        zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+# -- the pieces --------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A ring whose buffers cost `seconds` each to make, by a clock that only they move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float, free: int = 0) -> None:
+        self.now, self.seconds, self.made = 0.0, seconds, 0
+        monkeypatch.setattr(room_module.time, "monotonic", lambda: self.now)
+        self.ring = Ring(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+        self.ring.grow(free)
+        self.ring.make = self.make
+
+    def make(self, nbytes: int) -> torch.Tensor:
+        self.made, self.now = self.made + 1, self.now + self.seconds
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("seconds", "pace", "windows"), [
+    (0.016, 1e-9, 12), (0.032, 1e-9, 0), (0.032, 2e-9, 12), (60.0, None, 12), (0.0, 1e-12, 12),
+])  # fmt: skip
+def test_a_buffer_is_made_where_that_is_faster_than_to_read_it_twice(seconds, pace, windows, monkeypatch):
+    memory = Memory(monkeypatch, seconds)
+    room = Room(memory.ring)
+    room.plan([WINDOW_NBYTES] * 12, True, 3 * BUFFER_NBYTES)
+    before = memory.made
+    assert before == 2  # for what goes round, where what there is does not do
+    got = [room.lasting(WINDOW_NBYTES, lambda: pace) for _ in range(16)]
+    assert sum(window is not None for window in got) == windows and got[windows:] == [None] * (16 - windows)
+    assert memory.made - before == (3 if windows else 1), "no more after one that took too long"
+
+
+def test_a_room_gives_back_what_it_borrowed_and_keeps_apart_what_lasts(monkeypatch):
+    memory = Memory(monkeypatch, 1e9, free=5)
+    room = Room(memory.ring)
+    spare = [room.spare(WINDOW_NBYTES) for _ in range(20)]
+    assert sum(window is not None for window in spare) == 12, "two buffers are left"
+    room.plan([WINDOW_NBYTES] * 9, False, 0)
+    assert memory.ring.free == 0 and memory.made == 0
+    assert room.lasting(WINDOW_NBYTES, lambda: None) is None
+    passing = [room.passing(WINDOW_NBYTES) for _ in range(2 * SLOTS)]
+    for number, window in enumerate([*spare[:12], *passing[:SLOTS]]):
+        window.fill_(number)
+    assert all((window == number).all() for number, window in enumerate([*spare[:12], *passing[SLOTS:]]))
+    room.close()
+    assert memory.ring.free == memory.ring.count == 5
+
+
+@given(st.lists(st.integers(1, WINDOW_NBYTES), max_size=40), st.integers(2, 12))
+def test_windows_that_last_do_not_overlap(sizes, free):
+    ring = Ring(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    ring.grow(free)
+    room = Room(ring)
+    room.plan(sizes, True, 0)
+    apart = free - ring.free
+    found = sorted((w.data_ptr(), w.numel()) for nbytes in sizes if (w := room.lasting(nbytes, lambda: None)) is not None)
+    assert all(a % ALIGN == b % ALIGN and a + n <= b for (a, n), (b, _) in zip(found, found[1:], strict=False))
+    assert apart in (0, 2) and (apart or len(found) == len(sizes)), "where all fit nothing is set apart"
+
+
+def test_a_ring_lends_and_takes_back():
+    ring = Ring(lambda nbytes: torch.empty(1))
+    ring.grow(2)
+    one, two = ring.borrow(), ring.borrow()
+    assert one is not None and two is not None and ring.borrow() is None and ring.count == 2
+    ring.give(one)
+    ring.give(two)
+    assert ring.count == ring.free == 2
+    ring.release(keep=1)
+    assert ring.count == ring.free == 1
+
+
+# -- what is read ahead ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}], ids=lambda o: str(o["stage"]))
+def test_where_ranks_are_as_many_each_has_begun_to_read_its_file(options, worlds, tmp_path, monkeypatch):
+    """And reads nothing of it twice."""
+    expected = write_checkpoint(tmp_path, worlds[0], seeded(Wide), WIDE, save_name="x", **options)
+    plain, begun, lock = bulk_reader.Bulk.begin, [], threading.Lock()
+
+    def begin(self, path, at, memory, kept):
+        with lock:
+            begun.append((threading.current_thread().name, path.name, at, bool(self.wanted)))
+        return plain(self, path, at, memory, kept)
+
+    monkeypatch.setattr(bulk_reader.Bulk, "begin", begin)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(Wide, 5), **options)
+        train(model, optimizer, rank, WIDE)
+        zs.save(tmp_path, model, optimizer, name="y", asynchronous=True).wait()
+        zs.load(tmp_path, model, optimizer, name="x")
+        assert_equal(snapshot(model, optimizer), expected)
+        zs.close(model)
+
+    run_threads(worlds[1], rank_run)
+    ahead = [what[:3] for what in begun if not what[3]]
+    assert bool(ahead) == (worlds[0] == worlds[1]) and all(name.removeprefix("rank") == file[9] for name, file, _ in ahead)
+    assert len({what[:3] for what in begun}) == len(begun)
+
+
+def test_what_was_begun_ends_with_a_load_that_is_refused(tmp_path):
+    """Before the buffers go back to the saves."""
+    write_checkpoint(tmp_path, 2, seeded(Wide), WIDE, save_name="x")
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build(seeded(lambda: nn.Linear(1500, 1500)), stage=3)
+        model(WIDE[0][0][0]).square().mean().backward()
+        optimizer.step()
+        zs.save(tmp_path / "y", model, optimizer, asynchronous=True).wait()
+        ring = runtime_of(model).saver.ring
+        count = ring.count
+        with pytest.raises(zs.CheckpointMismatch, match="layers.0.weight"):
+            zs.load(tmp_path, model, optimizer, name="x")
+        assert ring.count == ring.free == count > 2
+        zs.save(tmp_path / "y", model, optimizer, name="z", asynchronous=True).wait()
+        zs.load(tmp_path / "y", model, optimizer, name="z")
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+class Apart(nn.Module):
+    """Extra states that are tensors, one before and one behind some MiB; a buffer whose rows share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = State(), State()
+        self.layer = nn.Linear(900, 900)
+        self.register_buffer("wide", torch.arange(400_000.0))
+        self.register_buffer("rows", torch.arange(300_000.0).expand(3, 300_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean()
+
+
+class State(nn.Module):
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.arange(200_000.0)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        assert torch.equal(state, torch.arange(200_000.0))
+
+
+@pytest.mark.parametrize("verify", [True, "before"])
+@pytest.mark.parametrize("worlds", [(1, 1), (2, 2)])
+def test_damage_is_told_as_damage_whoever_would_have_read_it_first(worlds, verify, tmp_path):
+    """In each MiB of every file: extra states that lie apart, expanded buffers, plain values."""
+
+    def made() -> tuple:
+        module = seeded(Apart)
+        return zs.shard(module, torch.optim.AdamW(module.parameters()), stage=3)
+
+    def write(rank: int) -> None:
+        model, optimizer = made()
+        model(torch.ones(2, 900)).backward()
+        optimizer.step()
+        zs.save(tmp_path, model, optimizer, name="x")
+        zs.close(model)
+
+    run_threads(worlds[0], write)
+    files = [(path, path.read_bytes()) for path in sorted((tmp_path / "x").glob("*.distcp"))]
+    places = [(path, content, at) for path, content in files for at in range(777, len(content), 1 << 20)]
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = made()
+        comm = runtime_of(model).comm
+        for path, content, at in places:
+            if rank == 0:
+                path.write_bytes(content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :])
+            comm.exchange(b"", "damaged")
+            with pytest.raises(CheckpointCorrupt, match=path.name):
+                zs.load(tmp_path, model, optimizer, verify=verify)
+            if rank == 0:
+                path.write_bytes(content)
+            comm.exchange(b"", "mended")
+        zs.load(tmp_path, model, optimizer, verify=verify)
+        zs.close(model)
+
+    run_threads(worlds[1], rank_run)
+    assert len(places) > 15
+
+
+def test_blocks_that_lie_apart_are_all_compared(tmp_path, monkeypatch):
+    """Not as many from the first on."""
+    seen = []
+    monkeypatch.setattr(resolver, "_check_blocks", lambda path, digests, offset, *rest: seen.append((offset >> 20, len(digests))) or 0)
+    file = resolver.FileEntry("a", 20 << 20, tuple(f"{n:016x}" for n in range(20)))
+    resolver._check(tmp_path, [(file, number) for number in (0, 1, 3, 7, 8, 9, 10, 11, 19)])
+    assert seen == [(0, 2), (3, 1), (7, 4), (11, 1), (19, 1)]

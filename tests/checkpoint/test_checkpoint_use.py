@@ -1,0 +1,592 @@
+"""zs.save and zs.load as they are used: names, `latest`, what is kept, extras, saving beside training, and torch's own tools."""
+
+import contextlib
+import gc
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_kit import (
+    MODELS,
+    VOCAB,
+    LowRank,
+    assert_equal,
+    build,
+    read_checkpoint,
+    snapshot,
+    train,
+    write_checkpoint,
+)
+from helpers import seeded, token_batches
+from offloading import tiers
+from residence import in_own_process
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import zeroshard as zs
+from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import rank_file, writing
+from zeroshard.testing import run_threads
+from zeroshard.zero.runtime import runtime_of
+
+BATCHES = [step[0] for step in token_batches(8, 1, 4, VOCAB)]
+
+
+def names(root: Path) -> list[str]:
+    """What a user sees of a folder."""
+    return sorted(path.name for path in root.iterdir())
+
+
+def alone(**options) -> tuple:
+    """A model on one rank without a process group."""
+    return build("tied", **options)
+
+
+# -- beside training -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is shut, files are not written: what is saved beside training is then surely still in buffers."""
+    opened = threading.Event()
+    opened.set()
+    plain = rank_file.FileWriter._serve
+
+    def later(self) -> None:
+        assert opened.wait(30)
+        plain(self)
+
+    monkeypatch.setattr(rank_file.FileWriter, "_serve", later)
+    return opened
+
+
+@pytest.mark.parametrize("places", [("none", "none", "none"), ("cpu", "cpu", "cpu")], ids=["device", "host"])
+def test_c12_an_asynchronous_save_has_the_values_of_its_call(places, tmp_path, gate):
+    """Three steps are taken before the first byte is written."""
+
+    def rank_run(rank: int) -> tuple:
+        model, optimizer = build("odd", **tiers(str(tmp_path), *places))
+        train(model, optimizer, rank, BATCHES[:2])
+        save = zs.save(tmp_path, model, optimizer, asynchronous=True, trained_only=False)
+        saved = snapshot(model, optimizer)
+        train(model, optimizer, rank, BATCHES[2:5])
+        assert not save.done() and not (save.path / "manifest.json").exists()
+        runtime_of(model).comm.exchange(b"", "all have looked")
+        gate.set()
+        assert save.wait() == save.path and save.done()
+        assert 0 < save.stall_seconds <= save.seconds and save.snapshot_nbytes >= save.nbytes - (1 << 16)
+        later = snapshot(model, optimizer)
+        zs.close(model)
+        return saved, later
+
+    gate.clear()
+    saved, later = run_threads(2, rank_run)[0]
+    assert not torch.equal(saved.weights["prime"], later.weights["prime"])
+    for got in read_checkpoint(tmp_path, 2, "odd", **tiers(str(tmp_path), *places)):
+        assert_equal(got, saved)
+
+
+@pytest.mark.limit(120)
+@in_own_process
+def test_c12_fifty_asynchronous_saves_do_not_grow(tmp_path):
+    """Neither memory, nor files, nor threads, nor descriptors, by two ranks whose parameters and states are offloaded."""
+    model = seeded(lambda: LowRank(128))
+    for param in model.parameters():
+        param.requires_grad_(True)
+    batches = [[(torch.randn(4, 128),)]]
+
+    def resident() -> int:
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def rank_run(rank: int) -> list:
+        module, optimizer = build(model, **tiers(str(tmp_path), "cpu", "none", "cpu"))
+        comm, seen = runtime_of(module).comm, []
+        for number in range(50):
+            train(module, optimizer, rank, batches)
+            save = zs.save(tmp_path / "run", module, optimizer, asynchronous=True, keep_last=2)
+            if number in (9, 49):
+                save.wait()
+                comm.exchange(b"", "both have waited")
+                seen.append((resident(), set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) if rank == 0 else ())
+                comm.exchange(b"", "rank 0 has looked")
+        zs.close(module)
+        return seen
+
+    before, after = run_threads(2, rank_run)[0]
+    assert after[0] < before[0] + (8 << 20), f"{after[0] - before[0]:,} bytes more"
+    assert after[2] <= before[2]
+    for thread in after[1] - before[1]:
+        assert thread.name == "zeroshard-sign"  # it is not waited for, but has been told to end
+        thread.join(10)
+        assert not thread.is_alive()
+    assert names(tmp_path / "run") == ["latest", "step-00000049", "step-00000050"]
+
+
+def test_a_save_while_one_is_under_way_waits_or_refuses(tmp_path, gate):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        first = zs.save(tmp_path, model, optimizer, name="first", asynchronous=True)
+        with pytest.raises(zs.CheckpointError, match="first is still under way; nothing was done"):
+            zs.save(tmp_path, model, optimizer, name="second", asynchronous=True, if_busy="refuse")
+        with pytest.raises(zs.ConfigError, match="if_busy: expected 'wait' or 'refuse', got 'no'"):
+            zs.save(tmp_path, model, optimizer, if_busy="no")
+        assert not first.done()
+        runtime_of(model).comm.exchange(b"", "all have looked")
+        gate.set()
+        second = zs.save(tmp_path, model, optimizer, name="second", asynchronous=True)
+        assert first.done() and (tmp_path / "first" / "manifest.json").exists()
+        second.wait()
+        zs.save(tmp_path, model, optimizer, name="third", if_busy="refuse")
+        zs.close(model)
+
+    gate.clear()
+    run_threads(2, rank_run)
+    assert names(tmp_path) == ["first", "latest", "second", "third"]
+
+
+def test_closing_a_model_lets_its_save_end(tmp_path):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, asynchronous=True)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert names(tmp_path) == ["latest", "step-00000000"]
+    assert (tmp_path / "step-00000000" / "manifest.json").is_file()
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_names_steps_and_what_exists_already(tmp_path):
+    model, optimizer = alone()
+    train(model, optimizer, 0, BATCHES[:3])
+    assert zs.save(tmp_path, model, optimizer).path == tmp_path / "step-00000003"
+    assert zs.save(tmp_path, model, optimizer, step=40).path == tmp_path / "step-00000040"
+    assert zs.save(tmp_path, model, optimizer, name="best", step=41).path == tmp_path / "best"
+    with pytest.raises(zs.CheckpointError, match=r"best exists; save with overwrite=True, another step or name"):
+        zs.save(tmp_path, model, optimizer, name="best")
+    before = snapshot(model, optimizer)
+    train(model, optimizer, 0, BATCHES[3:4])
+    zs.save(tmp_path, model, optimizer, name="best", step=42, overwrite=True)
+    assert names(tmp_path) == ["best", "latest", "step-00000003", "step-00000040"]
+    after = snapshot(model, optimizer)
+    assert zs.load(tmp_path, model, optimizer, name="step-00000003").step == 3
+    assert_equal(snapshot(model, optimizer), before)
+    loaded = zs.load(tmp_path / "best", model, optimizer)
+    assert (loaded.step, loaded.facts["world_size"], loaded.path) == (42, 1, tmp_path / "best")
+    assert_equal(snapshot(model, optimizer), after)
+    zs.close(model)
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"name": "../up"}, "name: expected letters"), ({"name": "latest"}, "name: expected letters"), ({"name": ".hidden"}, "name"),
+    ({"name": ""}, "name"), ({"step": -1}, "step: expected an integer"), ({"step": 1.5}, "step"), ({"keep_last": 0}, "keep_last"),
+    ({"keep_every": 2}, "without keep_last"), ({"extra": {"a/b": 1}}, "extra: expected names"),
+    ({"extra": {"m": lambda: 1}}, r"extra\['m'\] can not be saved"), ({"step": True}, "step"), ({"name": 5}, "got 5"),
+    ({"extra": [1]}, r"extra: expected a dictionary.*got \[1\]"), ({"extra": {3: 1}}, "extra: expected names.*got 3"),
+])  # fmt: skip
+def test_what_can_not_be_is_refused_before_anything_is_written(given, words, tmp_path):
+    model, optimizer = alone()
+    with pytest.raises(zs.ConfigError, match=words):
+        zs.save(tmp_path, model, optimizer, **given)
+    with pytest.raises(zs.ConfigError, match="expected the one that zs.shard"):
+        zs.save(tmp_path, model, torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)]
+    with pytest.raises(zs.ConfigError, match="Give the LambdaLR in it a name of its own"):
+        zs.save(tmp_path, model, optimizer, extra={"all": schedulers})
+    for call in (zs.save, zs.load):
+        with pytest.raises(TypeError, match="model: expected a torch.nn.Module .*, got PosixPath"):
+            call(model, tmp_path)
+        with pytest.raises(zs.ConfigError, match="path: expected that of a folder, got b'"):
+            call(os.fsencode(tmp_path), model)
+    with pytest.raises(zs.ConfigError, match=r"zs.load: extra: expected a dictionary.*got \['s'\]"):
+        zs.load(tmp_path, model, optimizer, extra=["s"])
+    assert names(tmp_path) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(zs.CheckpointNotFound, match="file: expected a folder with a complete checkpoint, found a file"):
+        zs.load(tmp_path / "file", model)
+    zs.close(model)
+
+
+def test_ranks_that_ask_for_different_things_are_told(tmp_path):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        with pytest.raises(zs.ConfigError, match="ranks 0 and 1 call it differently: step: 0 and 1"):
+            zs.save(tmp_path, model, optimizer, name="x", step=rank)
+        with pytest.raises(zs.ConfigError, match=r"extra: rank 0 gives \['a0'\], rank 1 \['a1'\]"):
+            zs.save(tmp_path, model, optimizer, extra={f"a{rank}": 1})
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert names(tmp_path) == []
+
+
+def test_the_last_are_kept_and_every_so_many(tmp_path):
+    model, optimizer = alone()
+    for step in range(1, 8):
+        zs.save(tmp_path, model, optimizer, step=step, keep_last=2, keep_every=3)
+    assert names(tmp_path) == ["latest", *(f"step-{step:08d}" for step in (3, 6, 7))]
+    broken = tmp_path / "step-00000003" / "manifest.json"  # no reason to fail, nor to remove it
+    before = broken.stat()
+    broken.write_text("{}")
+    os.utime(broken, ns=(before.st_atime_ns, before.st_mtime_ns))
+    zs.save(tmp_path, model, optimizer, step=8, keep_last=2, keep_every=4)
+    assert names(tmp_path) == ["latest", *(f"step-{step:08d}" for step in (3, 7, 8))]
+    zs.close(model)
+
+
+def test_what_has_a_name_of_its_own_is_removed_by_its_like_alone(tmp_path):
+    model, optimizer = alone()
+    zs.save(tmp_path, model, optimizer, step=1, name="best", keep_last=1)
+    for step in (1, 2, 3):
+        zs.save(tmp_path, model, optimizer, step=step, keep_last=2)
+    assert names(tmp_path) == ["best", "latest", "step-00000002", "step-00000003"]
+    zs.save(tmp_path, model, optimizer, step=3, name="better", keep_last=1)
+    assert names(tmp_path) == ["better", "latest", "step-00000002", "step-00000003"]
+    zs.close(model)
+
+
+@pytest.mark.parametrize("content", [None, "step-00000009\n", "", "../../etc"])
+def test_without_a_good_pointer_the_newest_complete_one_counts(content, tmp_path):
+    model, optimizer = alone()
+    for step in (1, 2):
+        zs.save(tmp_path, model, optimizer, step=step)
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
+    (tmp_path / ".step-00000003.abcdef.draft").mkdir()
+    (tmp_path / "step-00000004").mkdir()  # no manifest: no checkpoint
+    (tmp_path / "latest").unlink()
+    if content is not None:
+        (tmp_path / "latest").write_text(content)
+    assert zs.load(tmp_path, model, optimizer).step == 2
+    zs.close(model)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    model, optimizer = alone()
+    with pytest.raises(zs.CheckpointNotFound, match="no such folder"):
+        zs.load(tmp_path / "nowhere", model, optimizer)
+    with pytest.raises(zs.CheckpointNotFound, match="expected a folder with a complete checkpoint, found none"):
+        zs.load(tmp_path, model, optimizer)
+    (tmp_path / ".step-00000003.abcdef.draft").mkdir()
+    with pytest.raises(FileNotFoundError, match="only 1 unfinished"):
+        zs.load(tmp_path, model, optimizer)
+    zs.save(tmp_path, model, optimizer, name="good")
+    with pytest.raises(zs.CheckpointNotFound, match="no complete checkpoint 'bad'; there are: good"):
+        zs.load(tmp_path, model, optimizer, name="bad")
+    assert not (tmp_path / ".step-00000003.abcdef.draft").exists(), "the next save removes what is left"
+    zs.close(model)
+
+
+# -- a model alone, extra state, extras --------------------------------------------------------------------------------
+
+
+def test_extras_of_equal_values_are_one(tmp_path):
+    """Their bytes differ: sets and dictionaries in another order, one object twice, memory laid out otherwise. Others stay each rank's."""
+
+    def values(rank: int) -> dict:
+        text = "".join(["on", "ce"])
+        row = torch.arange(12.0).view(3, 4)
+        return {
+            "sets": {"seen": {0, 8} if rank else {8, 0}, "kept": frozenset([16, 0, 8][:: 1 - 2 * rank])},
+            "order": {"a": 1, "b": [2, ({3: None},)]} if rank else {"b": [2, ({3: None},)], "a": 1},
+            "twice": [text, text] if rank else [text, "".join(["on", "ce"])],
+            "tensor": row[:, 1] if rank else row[:, 1].clone(),
+        }
+
+    def others(rank: int) -> dict:
+        mine: list = [1]
+        mine.append(mine)
+        return {
+            "number": 1 if rank else 1.0, "list": [rank, {0}], "itself": mine if rank else [1], "tensor_of": torch.tensor(rank),
+            "nothing": [torch.zeros(2, device="meta"), None] if rank else [1, None],  # without values, on one rank alone
+            "history": list(range(rank, 200_000 + rank)),
+        }  # fmt: skip
+
+    def save(rank: int) -> dict:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, extra=values(rank) | others(rank))
+        zs.close(model)
+        return {name: pickle.dumps(value) for name, value in values(rank).items()}
+
+    first, second = run_threads(2, save)
+    assert all(first[name] != second[name] for name in ("sets", "order", "twice")), "else nothing is tested"
+    model, optimizer = alone()
+    with pytest.raises(zs.CheckpointError, match=r"trusted=True if .* \(.*frozenset\)"):
+        zs.load(tmp_path, model, optimizer, extra={"sets": None})
+    found = zs.load(tmp_path, model, optimizer, extra=dict.fromkeys(values(0)), trusted=True)
+    for name, value in values(0).items():
+        assert torch.equal(found.extra[name], value) if name == "tensor" else found.extra[name] == value, name
+    for name in others(0):
+        with pytest.raises(zs.CheckpointMismatch, match="each with a state of its own"):
+            zs.load(tmp_path, model, optimizer, extra={name: None})
+    zs.close(model)
+
+
+def test_a_model_can_be_saved_and_loaded_without_its_optimizer(tmp_path):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("odd")
+        train(model, optimizer, rank, BATCHES[:2])
+        zs.save(tmp_path, model, name="alone", trained_only=False)
+        zs.save(tmp_path, model, optimizer, name="both", trained_only=False)
+        saved = snapshot(model)
+        zs.close(model)
+        model, optimizer = build("odd", seed=5)
+        train(model, optimizer, rank, BATCHES[2:3])
+        before = snapshot(model, optimizer)
+        with pytest.raises(zs.CheckpointMismatch, match="no optimizer states: load it with optimizer=None"):
+            zs.load(tmp_path, model, optimizer, name="alone")
+        assert_equal(snapshot(model, optimizer), before, "nothing was changed")
+        for name in ("alone", "both"):
+            zs.load(tmp_path, model, name=name)
+            assert_equal(snapshot(model), saved)
+            assert_equal(snapshot(model, optimizer), type(before)(saved.weights, before.states, before.groups, saved.extra_state))
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+def test_extra_state_of_modules_is_saved_and_given_back(tmp_path):
+    """What get_extra_state gives: values, and a tensor."""
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("odd")
+        train(model, optimizer, rank, BATCHES[:2])
+        model.noted.note, model.stamped.stamp = "seen", torch.tensor([1.0, 2.0, 3.0])
+        zs.save(tmp_path, model, optimizer, trained_only=False)
+        zs.close(model)
+        model, optimizer = build("odd", seed=5)
+        zs.load(tmp_path, model, optimizer)
+        assert (model.noted.calls, model.noted.note) == (2, "seen")
+        assert torch.equal(model.stamped.stamp, torch.tensor([1.0, 2.0, 3.0]))
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+class Position:
+    """The place of a rank in its data."""
+
+    def __init__(self, samples: int = 0) -> None:
+        self.samples = samples
+
+    def state_dict(self) -> dict:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.samples = state["samples"]
+
+
+def test_b11_extras_of_each_rank_come_back_or_are_refused_by_name(tmp_path):
+    """Those that are the same everywhere load at any world size; a rank's own only at the same, and are never dropped unseen."""
+
+    def save_it(rank: int) -> None:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, extra={"position": Position(10 + rank), "epoch": 3, "tensor": torch.arange(3)})
+        zs.close(model)
+
+    def load_it(rank: int, world: int) -> None:
+        model, optimizer = build("tied", seed=5)
+        before = snapshot(model, optimizer)
+        position = Position()
+        if world == 3:
+            found = zs.load(tmp_path, model, optimizer, extra={"position": position, "epoch": None})
+            assert position.samples == 10 + rank and found.extra["position"] == {"samples": 10 + rank}
+        else:
+            with pytest.raises(zs.CheckpointMismatch, match=r"extra\['position'\] was saved by 3 ranks.*there are 2 now"):
+                zs.load(tmp_path, model, optimizer, extra={"position": position})
+            assert_equal(snapshot(model, optimizer), before)
+            found = zs.load(tmp_path, model, optimizer)
+            assert position.samples == 0 and "position" not in found.extra
+        assert found.extra["epoch"] == 3 and torch.equal(found.extra["tensor"], torch.arange(3))
+        for given, words in (({"nothing": None}, "nothing not in"), ({"epoch": 4}, "expected an object with load_state_dict, or None")):
+            with pytest.raises(zs.ConfigError, match=words):
+                zs.load(tmp_path, model, optimizer, extra=given)
+        zs.close(model)
+
+    run_threads(3, save_it)
+    run_threads(3, load_it, 3)
+    run_threads(2, load_it, 2)
+
+
+def test_names_of_extras_that_would_be_taken_for_one_another_are_refused(tmp_path):
+    """'a' of rank 0, and 'a.0'."""
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        with pytest.raises(zs.ConfigError, match=r"extra\['a.0'\]: that is what rank 0's 'a' is called"):
+            zs.save(tmp_path, model, optimizer, extra={"a": rank, "a.0": "shared"})
+        zs.save(tmp_path, model, optimizer, extra={"a": 1, "a.0": "shared"})
+        assert zs.load(tmp_path, model, optimizer).extra == {"a": 1, "a.0": "shared"}
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+def test_objects_of_other_classes_are_loaded_only_on_your_word(tmp_path):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        zs.save(tmp_path, model, optimizer, extra={"path": Path("/somewhere"), "plain": 1})
+        zs.close(model)
+        model, optimizer = build("tied", seed=5)
+        before = snapshot(model, optimizer)
+        with pytest.raises(zs.CheckpointError, match="pass trusted=True if you trust whoever wrote"):
+            zs.load(tmp_path, model, optimizer, extra={"path": None})
+        assert_equal(snapshot(model, optimizer), before)
+        assert zs.load(tmp_path, model, optimizer, extra={"plain": None}).extra == {"plain": 1}
+        assert zs.load(tmp_path, model, optimizer, trusted=True).extra["path"] == Path("/somewhere")
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+def test_extra_state_of_other_classes_is_refused_before_anything_changes(tmp_path):
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("odd")
+        model.noted.note = Path("/somewhere")
+        zs.save(tmp_path, model, optimizer, trained_only=False)
+        zs.close(model)
+        model, optimizer = build("odd", seed=5)
+        train(model, optimizer, rank, BATCHES[:1])
+        before = snapshot(model, optimizer)
+        with pytest.raises(zs.CheckpointError, match="pass trusted=True"):
+            zs.load(tmp_path, model, optimizer)
+        assert_equal(snapshot(model, optimizer), before)
+        assert not runtime_of(model).unusable
+        zs.load(tmp_path, model, optimizer, trusted=True)
+        assert model.noted.note == Path("/somewhere")
+        zs.close(model)
+
+    run_threads(2, rank_run)
+
+
+# -- torch's own tools -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory):
+    """A checkpoint of an odd model by three ranks, and what is in it."""
+    root = tmp_path_factory.mktemp("foreign")
+    saved = write_checkpoint(root, 3, "odd", BATCHES[:2], save_trained_only=False, save_name="x", save_extra={"note": {"a": 1}})
+    return root / "x", saved
+
+
+def test_torch_converts_it(foreign, tmp_path):
+    path, saved = foreign
+    dcp_to_torch_save(path, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=False)
+    weights = {n: t for n, t in saved.weights.items() if isinstance(t, torch.Tensor)}
+    assert found["model"].keys() - {"noted._extra_state", "stamped._extra_state"} == weights.keys() - {"stamped._extra_state"}
+    for name, value in weights.items():
+        assert torch.equal(found["model"][name], value), name
+    for name, state in saved.states.items():
+        for key, value in state.items():
+            assert torch.equal(found["optim"]["state"][name][key], torch.as_tensor(value)), (name, key)
+    assert found["optim"]["param_groups"][0]["lr"] == 1e-2 and found["extra"] == {"note": {"a": 1}}
+
+
+def test_torch_loads_it_into_an_ordinary_model(foreign):
+    """Which asks for both names of its tied parameter."""
+    path, saved = foreign
+    model = seeded(MODELS["odd"], 9)
+    wanted = {n: t.detach().clone().float() if "narrow" in n else t for n, t in model.state_dict().items()}  # masters are fp32
+    target = {"model": {n: t for n, t in wanted.items() if isinstance(t, torch.Tensor)}}
+    dcp.load(target, checkpoint_id=str(path), no_dist=True)
+    for name, value in target["model"].items():
+        assert torch.equal(value, saved.weights[name]), name
+    assert "head.weight" in target["model"]
+
+
+def test_torch_lists_it(foreign):
+    path, saved = foreign
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    manifest = json.loads((path / "manifest.json").read_text())
+    aliases = {f"model.{alias}" for alias in manifest["ties"]}
+    assert metadata.state_dict_metadata.keys() == manifest["tensors"].keys() | manifest["objects"].keys() | aliases
+    shape = metadata.state_dict_metadata["model.prime"].size
+    assert tuple(shape) == tuple(saved.weights["prime"].shape)
+    assert metadata.planner_data["optim.state.prime.exp_avg"] == ("optim", "state", "prime", "exp_avg")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("small_nbytes", [0, 1 << 16], ids=["by files", "by messages"])
+def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, asynchronous, tmp_path, monkeypatch):
+    """States that come, no optimizer, a save that fails after it was told: what is loaded is what was saved."""
+    told: list[str] = []
+    write = places.write_whole
+    monkeypatch.setattr(places, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1])
+    monkeypatch.setattr(writing, "_SMALL_NBYTES", small_nbytes)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("mine")
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        comm = runtime_of(model).comm
+
+        def save(name: str, optimizer, tells: bool) -> None:
+            comm.exchange(b"", "begin")
+            told.clear()
+            comm.exchange(b"", "none yet")
+            zs.save(tmp_path, model, optimizer, name=name, asynchronous=asynchronous).wait()
+            comm.exchange(b"", "all have saved")
+            assert sorted(n for n in told if n.endswith("tensors.json")) == [f"rank-{r:05d}.tensors.json" for r in range(2) if tells]
+            expected = snapshot(model, optimizer)
+            zs.load(tmp_path, model, optimizer, name=name)
+            assert_equal(snapshot(model, optimizer), expected)
+
+        save("a", optimizer, True)
+        save("b", optimizer, False)
+        train(model, optimizer, rank, BATCHES[:1])
+        save("c", optimizer, True)
+        save("d", optimizer, False)
+        save("e", None, True)
+        save("f", optimizer, True)
+        with monkeypatch.context() if rank == 0 else contextlib.nullcontext() as patch:
+            if rank == 0:
+                patch.setattr(writing.listing, "join", fail)
+            comm.exchange(b"", "armed")
+            with pytest.raises(zs.CheckpointError, match="mine"):
+                zs.save(tmp_path, model, None, name="g", asynchronous=asynchronous).wait()
+            comm.exchange(b"", "failed")
+        save("g", None, False)
+        zs.close(model)
+
+    run_threads(2, rank_run)
+    assert {name for name in names(tmp_path / "d") if name.endswith("json")} == {"manifest.json"}
+
+
+def test_a_save_that_is_waited_for_copies_little_ahead(tmp_path, monkeypatch):
+    """Of the many buffers that a snapshot has left it uses as many as a first save: copying on would only hold up the writing."""
+    monkeypatch.setattr(rank_file, "BUFFER_NBYTES", 1 << 20), monkeypatch.setattr(writing, "BUFFER_NBYTES", 1 << 20)
+    used: list[int] = []
+    plain = rank_file.FileWriter.buffer
+
+    def buffer(self):
+        found = plain(self)
+        used.append(self.ring.count - self.ring.free)
+        return found
+
+    monkeypatch.setattr(rank_file.FileWriter, "buffer", buffer)
+
+    plain_model = torch.nn.Linear(1024, 2048)
+    model, optimizer = zs.shard(plain_model, torch.optim.AdamW(plain_model.parameters()))
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    zs.save(tmp_path, model, optimizer, name="a", asynchronous=True).wait()
+    assert runtime_of(model).saver.ring.count > 2 * rank_file.ROTATING and max(used) > rank_file.ROTATING
+    used.clear()
+    zs.save(tmp_path, model, optimizer, name="b")
+    assert len(used) > 2 * rank_file.ROTATING and max(used) <= rank_file.ROTATING
+    expected = snapshot(model, optimizer)
+    zs.close(model)
+    monkeypatch.undo()
+    model, optimizer = zs.shard(plain_model, torch.optim.AdamW(plain_model.parameters()))
+    zs.load(tmp_path, model, optimizer, name="b")
+    assert_equal(snapshot(model, optimizer), expected)
+    zs.close(model)

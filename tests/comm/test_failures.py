@@ -1,0 +1,323 @@
+"""A rank fails, leaves or stands still: what the others are told, on shared memory and over gloo, in real processes.
+
+Whoever waits hears which rank it was first and what it said, once; of a stall where every rank stands, and the stack of
+the one that computes. Every run has a hard time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.comm import backend_select, failure
+from zeroshard.comm.base import Region
+from zeroshard.launch import free_port, rank_environment, run_processes
+from zeroshard.testing import run_threads
+
+COMMS = ("shared", "dist")
+STALL_S = 3.0
+TRACEBACK = "Traceback (most recent call last)"
+
+
+class Block(nn.Module):
+    """A layer that may do something else first."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+        self.before = None
+
+    def forward(self, x):
+        if self.before is not None:
+            self.before()
+        return torch.tanh(self.layer(x))
+
+
+class Net(nn.Module):
+    """Blocks, in an order that may differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+def dawdle_in_the_tokenizer():
+    time.sleep(9.0)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_the_image():
+    raise KeyError("no such image")
+
+
+def train(rank: int, comm: str, culprit: int, what, stage: int = 3, steps: int = 8) -> None:
+    """A loop in which the rank `culprit` does something in its third step."""
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = zs.shard(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, comm=comm, stall_timeout_s=STALL_S
+    )  # fmt: skip
+    for step in range(steps):
+        if rank == culprit and step == 2:
+            if isinstance(what, list):
+                model.order = what
+            else:
+                model.blocks[1].before = what
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def outcome(rank: int, ranks: int, comm: str, culprit: int, what, stage: int = 3):
+    """(class, rank, text) of what this library raised here; other exceptions end the rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    begin = time.monotonic()
+    try:
+        train(rank, comm, culprit, what, stage)
+    except zs.ZeroshardError as error:
+        return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - begin
+
+
+def run(ranks: int, *args, timeout_s: float = 60.0):
+    return run_processes(outcome, ranks, *args, timeout_s=timeout_s, grace_s=15.0, check=False)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("comm", COMMS)
+def test_b04_an_exception_on_rank_2_of_4_is_told_once_and_as_its_own(comm):
+    """No victim is taken for the culprit, though victims end and break connections as well."""
+    results = run(4, comm, 2, lose_the_image)
+    assert results[2].value is None and "KeyError: 'no such image'" in results[2].error
+    for rank in (0, 1, 3):
+        kind, culprit, text, seconds = results[rank].value
+        assert (kind, culprit) == ("PeerFailed", 2), text
+        assert "KeyError: 'no such image'" in text and text.count(TRACEBACK) == 1, text
+        assert seconds < 10
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("comm", COMMS)
+def test_b05_a_rank_that_is_killed_is_named_by_all_with_the_signal(comm):
+    results = run(3, comm, 1, die)
+    assert results[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        kind, culprit, text, seconds = results[rank].value
+        assert (kind, culprit) == ("PeerFailed", 1), text
+        assert "killed" in text and TRACEBACK not in text and seconds < 10
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("comm", COMMS)
+def test_a_rank_that_sleeps_in_its_forward_is_found_with_its_stack(comm, stage):
+    results = run(3, comm, 1, dawdle_in_the_tokenizer, stage, timeout_s=90.0)
+    for result in results:  # the one that slept is told as well
+        kind, _, text, _ = result.value
+        assert kind == "StallError", text
+        head, stack = text.split("The Python stack of rank 1", 1)
+        assert "rank 1 computes or sleeps in `blocks.1`, in dawdle_in_the_tokenizer (test_failures.py:" in head
+        assert "ranks 0, 2 wait at" in head and "step 3" in head
+        assert "Last collectives: " in head and "gather blocks.0 (torch.float32)" in head
+        assert "dawdle_in_the_tokenizer" in stack and ", in train" in stack
+        assert (") (gather #2); ranks 0, 2 wait at" in head) == (stage == 3), head
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("order", [[0, 2, 3], [0, 2, 1, 3]], ids=["skips", "other order"])
+def test_b01_a_rank_that_uses_other_blocks_is_named_over_gloo_and_served_in_shared_memory(order):
+    for rank, result in enumerate(run(3, "shared", 1, order)):
+        assert result.ok and result.value is None, (rank, result)
+    results = run(3, "dist", 1, order)
+    if len(order) == 3:  # the record tells which gathers the others make
+        assert all(result.ok and result.value is None for result in results), results
+        return
+    for result in results:  # the rank took what comes later for skipped
+        kind, _, text, _ = result.value
+        assert kind == "StallError", text
+        assert "ranks 0, 2 wait at `blocks." in text and "rank 1 waits at" in text, text
+        assert "step 3" in text and "Last collectives: " in text, text
+
+
+def circle(rank: int, ranks: int, comm: str):
+    if comm != "threads":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    choice = None if comm == "threads" else comm
+    group = backend_select.current(choice, torch.device("cpu"), STALL_S)
+    group.stall_timeout_s = STALL_S
+    region = group.allocate(4, torch.float32, whole=False)
+    group.fence_read()
+    name = "attention" if rank == 0 else "mlp"
+    full = torch.empty(4 * group.world_size)
+    try:
+        work = group.gather(full, Region(region.tensor, region.shards), f"gather {name} (torch.float32)", tag=rank)
+        work.wait()
+    except zs.StallError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("comm", ["threads", *(pytest.param(comm, marks=pytest.mark.processes) for comm in COMMS)])
+def test_a_circle_of_waiting_ranks_is_told_alike(comm):
+    if comm == "threads":
+        texts = run_threads(2, circle, 2, comm, timeout_s=30)
+    else:
+        texts = run_processes(circle, 2, comm, timeout_s=40)
+    for text in texts:
+        assert "rank 0 waits at `attention` (gather #1)" in text and "rank 1 waits at `mlp` (gather #1)" in text, text
+        assert "Last collectives: rank 0: " in text
+        assert (" for rank 1" in text) == (comm != "dist")  # gloo does not tell whose part is missing
+
+
+# -- interpreters of their own: what is told at exit ---------------------------------------------------------------
+
+
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+import test_failures
+from test_failures import *
+test_failures.STALL_S = 20.0  # nobody stalls here, however busy the machine is
+rank = int(os.environ["RANK"])
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports half of itself here: once, not in each child
+for port, (comm, act) in zip({ports}, CASES):
+    child = os.fork()
+    if child == 0:
+        break  # and go on as a script would
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    time.sleep(0.5 if rank == 1 else 0)  # a launcher that is not the quickest: peers can read how it ended
+    os.waitpid(child, 0)
+else:
+    sys.exit()
+os.environ["MASTER_PORT"] = str(port)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+try:
+    train(rank, comm, 1, lambda: exec(act))
+except zs.PeerFailed as error:
+    print(f"{{comm}}, {{act}}: {{error.rank}}: {{error}}", flush=True)
+    os._exit(7)
+"""
+
+ENDS = {  # what rank 1 does in a forward -> what rank 0 is told
+    "sys.exit(3)": "rank 1 left by sys.exit(3)",
+    "sys.exit()": "rank 1 left by sys.exit()",
+    "raise SystemExit(4)": "",  # below
+    "os._exit(5)": "its process ended with exit code 5",
+    "os.kill(os.getpid(), 11)": "its process was killed by SIGSEGV",
+    "1 / 0": "ZeroDivisionError: division by zero",
+}
+CASES = [(comm, act) for comm in COMMS for act in ENDS]
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What rank 0 prints of every case; rank 1 ends as a script does, with its interpreter."""
+    script = SCRIPT.format(tests=str(Path(__file__).parent), ports=[free_port() for _ in CASES])
+    children = []
+    for rank in range(2):
+        environment = os.environ | rank_environment(rank, 2, 1) | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", script]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        children.append(subprocess.Popen(command, env=environment, **pipes))
+    try:
+        return children[0].communicate(timeout=150)[0]
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("comm, act", CASES)
+def test_b04_a_rank_that_leaves_is_told_as_that(told, comm, act):
+    begin = told.index(f"{comm}, {act}: 1: ")
+    after = [told.find(f"{other}, {theirs}: ", begin + 1) for other, theirs in CASES]
+    text = told[begin : min((end for end in after if end > 0), default=len(told))]
+    if act == "raise SystemExit(4)":  # who shares memory takes leave of its peers; over gloo they look
+        assert ("left at the end of its script, or by SystemExit" if comm == "shared" else "with exit code 4") in text
+    assert ENDS[act] in text and text.count(TRACEBACK) == (act == "1 / 0"), text
+
+
+# -- by threads, and by themselves ---------------------------------------------------------------------------------
+
+
+def test_a_victim_tells_of_the_rank_that_failed_first():
+    """Ranks 0 and 2 hear of rank 1; what they then raise themselves is no news, also where it is another error."""
+    seen = {}
+
+    def body(rank):
+        group = backend_select.current(None, torch.device("cpu"), 20.0)
+        if rank == 1:
+            raise ValueError("the first")
+        try:
+            group.exchange(b"", "somewhere") if rank == 0 else (time.sleep(1.0), group.exchange(b"", "later"))
+        except zs.PeerFailed as error:
+            seen[rank] = error
+            raise RuntimeError("cleaning up failed, too") from error
+
+    with pytest.raises((ValueError, RuntimeError)):
+        run_threads(3, body, timeout_s=20)
+    assert {rank: error.rank for rank, error in seen.items()} == {0: 1, 2: 1}
+    for error in seen.values():
+        assert "ValueError: the first" in str(error) and str(error).count(TRACEBACK) == 1
+
+
+def test_failures_are_told_by_their_origin():
+    first = zs.PeerFailed(5, "ValueError: no", "gather x")
+    assert failure.failure_of(first, 2) == failure.Failure(5, "ValueError: no")
+    try:
+        try:
+            raise first
+        except zs.PeerFailed:
+            raise OSError("in a finally") from None
+    except OSError as error:
+        assert failure.failure_of(error, 2).rank == 5  # suppressed in the text, and still what happened
+    own = failure.failure_of(ValueError("mine"), 2)
+    assert own.rank == 2 and own.reason.endswith("ValueError: mine")
+    left = zs.PeerFailed(2, failure.failure_of(SystemExit(3), 2).reason, "x")
+    assert str(left) == "rank 2 left by sys.exit(3) (this rank was waiting for: x)"
+
+
+def test_a_stall_leaves_no_thread_behind_and_a_desk_lets_no_stranger_in():
+    from zeroshard.comm.failure import GONE
+    from zeroshard.comm.flight_recorder import Progress, Report
+    from zeroshard.comm.status_server import SILENT, ProcessDesk
+
+    before = threading.active_count()
+    mine, theirs = ProcessDesk(Progress(0), True), ProcessDesk(Progress(1), True)
+    mine._places = [mine.place, theirs.place]
+    assert isinstance(mine.ask([1])[1], Report)
+    address, port, _, *rest = theirs.place
+    mine._places[1] = (address, port, b"another secret", *rest)
+    mine.tell([1], failure.Failure(0, "not from a peer"))
+    assert theirs.told is None and mine.ask([1])[1] in (GONE, SILENT)
+    theirs.close()
+    mine._places[1] = theirs.place
+    assert mine.ask([1])[1] == GONE
+    with socket.create_server((address, 0)) as stopped:  # as of a process that got SIGSTOP: its kernel still connects
+        mine._places[1] = (*stopped.getsockname(), *theirs.place[2:])
+        assert mine.ask([1])[1] == SILENT
+    mine.close()
+    assert threading.active_count() == before

@@ -1,0 +1,311 @@
+"""Who may speak to a rank: peers that know the secret of the process group, whatever else connects meanwhile."""
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import zeroshard as zs
+from zeroshard.comm import rendezvous
+from zeroshard.comm.rendezvous import Door
+from zeroshard.comm.shared_memory import SharedComm
+from zeroshard.comm.transport import ProcessTransport
+from zeroshard.launch import run_processes
+
+# elsewhere ranks never meet so: they take torch.distributed, which test_failures and test_collective_ends try as comm="dist"
+pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED") or not hasattr(os, "memfd_create"), reason="Linux")
+SECRET = b"s" * 32
+# only root can become another user; that one of this user without the secret is shown out is tested for everybody
+as_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to become another user")
+NOBODY = 65534
+
+
+class Harm:
+    """Makes a folder if it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def raised_by(what):
+    with pytest.raises(Exception) as caught:
+        what()
+    return caught.value
+
+
+def payload(rank, path):
+    """What was taken for a peer once: a rank's number, a length, a pickle."""
+    message = pickle.dumps(("exchange", "zs.shard", Harm(path)))
+    return struct.pack("<II", rank, len(message)) + message
+
+
+@contextlib.contextmanager
+def other_process(work, user=None):
+    """A process, of another user if one is named, that does `work(say)` during the block; gives its first word."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            if user is not None:
+                os.setgroups([]), os.setgid(user), os.setuid(user)
+            work(lambda word: os.write(writer, word))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    try:
+        yield os.read(reader, 1000)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def connected(address, data=b""):
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(20)
+    sock.connect(address)
+    sock.sendall(data)
+    return sock
+
+
+def world(rank_doors, secrets=(SECRET, SECRET), timeout_s=10.0, before_last=lambda: None):
+    """Transports of ranks in threads, the last of which comes late; or their errors."""
+    ends, addresses = {}, [door.address for door in rank_doors]
+
+    def connect(rank):
+        try:
+            ends[rank] = ProcessTransport(rank, rank_doors[rank], addresses, secrets[rank], timeout_s)
+        except Exception as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=connect, args=(rank,), name=f"rank {rank}") for rank in range(len(rank_doors))]
+    for thread in threads[:-1]:
+        thread.start()
+    before_last()
+    threads[-1].start()
+    for thread in threads:
+        thread.join(timeout_s + 10)
+        assert not thread.is_alive()
+    return [ends[rank] for rank in range(len(rank_doors))]
+
+
+def speak(ends):
+    """All is as if nobody else had been there."""
+    comms = [SharedComm(end, torch.device("cpu"), 10.0) for end in ends]
+    got = {}
+    talk = lambda rank: got.update({rank: comms[rank].exchange(b"%d" % rank, "hello")})  # noqa: E731
+    threads = [threading.Thread(target=talk, args=(rank,)) for rank in range(len(ends))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert got == {rank: [b"%d" % other for other in range(len(ends))] for rank in range(len(ends))}
+    for comm in comms:
+        comm.close()
+
+
+def is_closed(sock):
+    try:
+        while sock.recv(1000):
+            pass
+        return True
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+@as_root
+def test_another_user_before_the_late_peer_is_shown_out(tmp_path):
+    """With the peer's number and a pickle, as often as it likes: nothing is run, the peer is served."""
+    tmp_path.chmod(0o777)
+    mine = [Door(), Door()]
+    address = mine[0].address
+
+    def work(say):
+        socks = [connected(address, payload(1, tmp_path / "made")) for _ in range(50)]
+        say(b"come")
+        if all(is_closed(sock) for sock in socks):
+            time.sleep(60)
+
+    def wait():
+        time.sleep(0.5)
+
+    with other_process(work, NOBODY) as word:
+        assert word == b"come"
+        speak(world(mine, before_last=wait))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("data", ["payload", "nothing", "half", "noise", "much"])
+def test_this_user_without_the_secret_is_shown_out(data, tmp_path, monkeypatch):
+    """What is wrong, too short, or never comes: the peer is served all the while."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1.0)
+    mine, socks = [Door(), Door()], []
+    sent = {
+        "payload": payload(1, tmp_path / "made"), "nothing": b"", "half": struct.pack("<I", 1) + b"n" * 10,
+        "noise": os.urandom(100), "much": struct.pack("<I", 1) + b"n" * 100_000,
+    }[data]  # fmt: skip
+    begin = time.monotonic()
+    ends = world(mine, before_last=lambda: socks.extend(connected(mine[0].address, sent[:50_000]) for _ in range(100)))
+    assert time.monotonic() - begin < 5
+    speak(ends)
+    assert all(is_closed(sock) for sock in socks) and not list(tmp_path.iterdir())
+
+
+def test_who_says_nothing_is_shown_out_in_time(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.2)
+    mine, silent = [Door(), Door()], []
+
+    def wait():
+        silent.append(connected(mine[0].address))
+        silent[0].settimeout(5)
+        assert is_closed(silent[0])
+
+    speak(world(mine, before_last=wait))
+
+
+def test_another_secret_is_refused_on_both_sides():
+    ends = world([Door(), Door()], secrets=(SECRET, b"o" * 32), timeout_s=1.0)
+    assert isinstance(ends[0], zs.StallError) and "ranks [1] have not connected" in str(ends[0])
+    assert isinstance(ends[1], zs.PeerFailed) and ends[1].rank == 0 and "not know the secret" in str(ends[1])
+
+
+def test_a_proof_can_not_be_used_again():
+    """What was seen of one meeting opens no other: numbers are fresh on both sides."""
+    prove = rendezvous._prover(SECRET, 0, 1, b"c" * 32, b"d" * 32)
+    others = [(0, 2, b"c", b"d"), (1, 0, b"c", b"d"), (0, 1, b"x", b"d"), (0, 1, b"c", b"x")]
+    provers = [prove] + [rendezvous._prover(SECRET, door, caller, c * 32, d * 32) for door, caller, c, d in others]
+    assert len({each(role) for each in provers for role in ("door", "caller")}) == 10
+
+
+@pytest.mark.parametrize("user", [None, NOBODY], ids=["this user", "another user"])
+def test_an_impostor_behind_a_ranks_address_learns_nothing(user):
+    """Not the secret, not a proof; the caller is told."""
+    if user is not None and os.getuid() != 0:
+        pytest.skip("needs root, to become another user")  # the case of this user runs
+    reader, writer = os.pipe()
+
+    def work(say):
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(b"")
+        listener.listen()
+        say(listener.getsockname())
+        sock, _ = listener.accept()
+        sock.settimeout(3)
+        heard = b""
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            while part := sock.recv(1000):
+                if not heard:
+                    sock.sendall(part[4:36] + os.urandom(32))  # its own number, and something like a proof
+                heard += part
+        os.write(writer, struct.pack("<I", len(heard)) + heard)
+
+    with other_process(work, user) as address:
+        error = raised_by(lambda: ProcessTransport(1, Door(), [address, b"unused"], SECRET, 10.0))
+        assert isinstance(error, zs.PeerFailed) and "another process" in str(error), error
+        heard = os.read(reader, 100_000)[4:]
+    assert len(heard) <= 36 and SECRET not in heard and SECRET[:8] not in heard
+    os.close(reader), os.close(writer)
+
+
+def test_nobody_can_take_an_address_first():
+    """The kernel chooses it when the door is made; it is told afterwards."""
+    door = Door()
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    assert door.address.startswith(b"\0") and door.address != Door().address
+    assert isinstance(raised_by(lambda: other.bind(door.address)), OSError)
+    other.close(), door.close()
+
+
+def test_a_peer_that_was_shown_out_comes_again(monkeypatch):
+    """One that is slow, on a loaded machine, is not lost."""
+    plain, slept = rendezvous._prover, []
+
+    def slow(*args):
+        if threading.current_thread().name == "rank 1" and not slept:
+            slept.append(True)
+            time.sleep(1.0)
+        return plain(*args)
+
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_prover", slow)
+    speak(world([Door(), Door()]))
+    assert slept
+
+
+def test_a_rank_that_has_gone_is_named():
+    gone = Door()
+    gone.close()
+    error = raised_by(lambda: ProcessTransport(1, Door(), [gone.address, b"unused"], SECRET, 5.0))
+    assert isinstance(error, zs.PeerFailed) and error.rank == 0
+
+
+def late_rank(rank, world_size, folder):
+    """A rank of a training, the last of which is late. The folder tells addresses, as /proc/net/unix does."""
+    listen, connect = socket.socket.listen, ProcessTransport.__init__
+
+    def told(self, *args):
+        listen(self, *args)
+        if self.family == socket.AF_UNIX:
+            scratch = Path(folder, f".{rank}.{self.fileno()}")
+            scratch.write_bytes(self.getsockname())
+            scratch.rename(Path(folder, f"{rank}.{self.fileno()}"))
+
+    def late(*args, **options):
+        time.sleep(1.5)
+        connect(*args, **options)
+
+    socket.socket.listen = told
+    ProcessTransport.__init__ = late if rank == 1 else connect
+    torch.distributed.init_process_group("gloo")
+    model, _ = zs.shard(torch.nn.Linear(3, 2), None, stage=3)
+    total = float(model.weight.full_tensor().sum())
+    zs.close(model)
+    torch.distributed.destroy_process_group()
+    return total
+
+
+@pytest.mark.processes
+@as_root
+def test_a_training_whose_host_has_another_user(tmp_path):
+    """It connects to every socket of this training before the late rank can, and says that it is that rank."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    with tempfile.TemporaryDirectory() as folder:  # others see nothing in tmp_path
+        os.chmod(folder, 0o755)
+
+        def work(say):
+            say(b"ready")
+            seen, socks = set(), []
+            while True:
+                for path in set(Path(folder).glob("[01].*")) - seen:
+                    seen.add(path)
+                    with contextlib.suppress(ConnectionError):  # it has been closed
+                        socks.append(connected(path.read_bytes(), payload(1, tmp_path / "made")))
+                        os.write(writer, b".")
+                time.sleep(0.01)
+
+        with other_process(work, NOBODY):
+            totals = run_processes(late_rank, 2, folder, timeout_s=60)
+    assert totals[0] == totals[1] and not list(tmp_path.iterdir())
+    assert os.read(reader, 1000), "it did not get to try"
+    os.close(reader), os.close(writer)
+
+
+def test_three_ranks_meet_in_any_order():
+    speak(world([Door(), Door(), Door()], secrets=[SECRET] * 3, before_last=lambda: time.sleep(0.2)))

@@ -1,0 +1,54 @@
+"""System calls on files that fail when they are told to, and what that raises."""
+
+import os
+from collections.abc import Callable
+
+from zeroshard.io import async_file
+from zeroshard.zero.runtime import Runtime
+
+
+class Faulty(async_file.Syscalls):
+    """The system, until `arm`: then one kind of call fails, from the given one on."""
+
+    def __init__(self) -> None:
+        self.kind, self.left, self.act = None, 0, None
+        self.failed: list[tuple[str, int]] = []  # (file, offset) of calls that failed
+
+    def arm(self, kind: str, act: int | Callable[[Callable[[], int]], int], after: int = 0) -> None:
+        """kind: "read" or "write". act: an errno, or what is done with the call. after: calls that go well before."""
+        self.act, self.left, self.kind = act, after, kind
+
+    def disarm(self) -> None:
+        self.kind = None
+
+    def preadv(self, file, buffers, offset):
+        return self._call("read", super().preadv, file, buffers, offset)
+
+    def pwritev(self, file, buffers, offset):
+        return self._call("write", super().pwritev, file, buffers, offset)
+
+    def _call(self, kind, plain, file, buffers, offset):
+        if kind != self.kind:
+            return plain(file, buffers, offset)
+        self.left -= 1
+        if self.left >= 0:
+            return plain(file, buffers, offset)
+        self.failed.append((file.path, offset))
+        if callable(self.act):
+            return self.act(lambda: plain(file, buffers, offset))
+        raise OSError(self.act, os.strerror(self.act))
+
+
+def calls_of(runtime: Runtime) -> Faulty:
+    (folder,) = runtime.tiers._folders.values()
+    return folder.engine.calls
+
+
+def raised_by(what: Callable[[], object]) -> Exception | None:
+    """Without its traceback, which would keep models alive."""
+    try:
+        what()
+    except Exception as error:
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    return None

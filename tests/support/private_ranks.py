@@ -1,0 +1,123 @@
+"""Ranks as threads that can not read each other's memory: a Comm that delivers copies, in any order."""
+
+import math
+import threading
+from collections import defaultdict
+
+import torch
+
+from zeroshard.comm.base import Comm, Region, Work, sum_in_rank_order
+
+PATIENCE_S = 10
+
+
+class PostOffice:
+    """Letters by (what, from, to); `collect` waits for one."""
+
+    def __init__(self) -> None:
+        self.letters: dict[tuple, object] = {}
+        self.changed = threading.Condition()
+
+    def post(self, key: tuple, letter: object) -> None:
+        with self.changed:
+            assert key not in self.letters, f"sent twice: {key}"
+            self.letters[key] = letter
+            self.changed.notify_all()
+
+    def collect(self, key: tuple) -> object:
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.letters, PATIENCE_S), f"never sent: {key}"
+            return self.letters.pop(key)
+
+
+class Delivery(Work):
+    """Receives when waited for; checks that the source was left alone meanwhile.
+
+    streamed: as on a GPU, where draining orders the stream and the host goes on: it never waits for a peer.
+    """
+
+    def __init__(self, source: torch.Tensor, finish, arrived, streamed: bool) -> None:
+        """finish: receive and use; arrived() tells whether that would not block."""
+        self.source, self.before, self.finish, self.streamed = source, source.clone(), finish, streamed
+        self.arrived = arrived
+
+    def wait(self) -> None:
+        if self.finish is not None:
+            assert self.before is None or torch.equal(self.source, self.before), "a source was overwritten too early"
+            finish, self.finish = self.finish, None
+            self.square_sum = finish()
+
+    def drain(self) -> None:
+        if self.streamed:
+            self.before = None  # whatever is written from now on is written after the send
+        else:
+            self.wait()
+
+    def drained(self) -> bool:
+        if self.finish is not None and self.arrived():
+            self.wait()
+        return self.finish is None
+
+
+class PrivateComm(Comm):
+    """One rank of `world_size` threads that see only each other's letters."""
+
+    def __init__(self, office: PostOffice, rank: int, world_size: int, ordered: bool) -> None:
+        self.office, self.rank, self.world_size, self.ordered = office, rank, world_size, ordered
+        self.device = torch.device("cpu")
+        self.waits_on_host = not ordered
+        self._turn: dict[object, int] = defaultdict(int)
+
+    def _number(self, kind: object) -> tuple:
+        """Which collective this is: the n-th of its kind or (ordered) the n-th of all."""
+        stream = "all" if self.ordered else kind
+        self._turn[stream] += 1
+        return (stream, self._turn[stream])
+
+    def _send(self, number: tuple, label: str, parts: list) -> None:
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                self.office.post((number, self.rank, peer), (label, parts[peer]))
+
+    def _arrived(self, number: tuple) -> bool:
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        return all((number, peer, self.rank) in self.office.letters for peer in peers)
+
+    def _receive(self, number: tuple, label: str, mine: object) -> list:
+        parts = []
+        for peer in range(self.world_size):
+            name, part = (label, mine) if peer == self.rank else self.office.collect((number, peer, self.rank))
+            assert name == label, f"collective {number}: {label} on rank {self.rank}, {name} on rank {peer}"
+            parts.append(part)
+        return parts
+
+    def gather(self, full: torch.Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        mine, rows = source.shards[self.rank], full.view(self.world_size, -1)
+        number = self._number("gather" if tag is None else ("gather", tag))
+        self._send(number, label, [mine.clone()] * self.world_size)
+        for peer, row in enumerate(rows):
+            if peer != self.rank:
+                row.fill_(math.nan)
+
+        def finish() -> None:
+            for row, part in zip(rows, self._receive(number, label, mine.clone()), strict=True):
+                row.copy_(part)
+
+        return Delivery(mine, finish, lambda: self._arrived(number), self.ordered)
+
+    def reduce(self, source: Region, out: torch.Tensor, *, scale, accumulate, tag, label) -> Work:
+        rows, number = source.tensor.view(self.world_size, -1), self._number(("reduce", tag))
+        self._send(number, label, [row.clone() for row in rows])
+        own = rows[self.rank].clone()
+
+        def finish() -> float | None:
+            parts = self._receive(number, label, own)
+            return sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+
+        return Delivery(source.tensor, finish, lambda: self._arrived(number), self.ordered)
+
+    def exchange(self, payload: bytes, label: str) -> list[bytes]:
+        self._turn["exchange"] += 1
+        number = ("exchange", self._turn["exchange"])
+        self._send(number, label, [payload] * self.world_size)
+        return self._receive(number, label, payload)

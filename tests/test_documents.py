@@ -1,0 +1,89 @@
+"""The documents can be read in a terminal, and keep up with the code: the files, functions and pages that they name exist."""
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+
+SOURCE, ROOT = Path(zeroshard.__file__).parent, Path(__file__).parents[1]
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")  # `zero/unit.py:Unit.ready`, below src/zeroshard
+PATH = re.compile(r"(?<![\w/.])((?:tests|docs|src/zeroshard|scripts)/[\w/.-]*\w)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+MAX_COLUMNS, MAX_LINES = 120, 5
+ITEM = re.compile(r"\s*([-*]|\d+\.)\s")  # of a list: a paragraph of its own
+
+
+def paragraphs(text: str) -> list[list[str]]:
+    """Lines of prose that belong together; no tables, headings or code."""
+    found: list[list[str]] = [[]]
+    in_code = False
+    for line in text.splitlines():
+        fence = line.lstrip().startswith("```")
+        in_code ^= fence
+        if fence or in_code or not line.strip() or line.lstrip().startswith(("|", "#")):
+            found.append([])
+            continue
+        if ITEM.match(line):
+            found.append([])
+        found[-1].append(line)
+    return [lines for lines in found if lines]
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_lines_and_paragraphs_are_short(path):
+    text = path.read_text()
+    wide = [line for line in text.splitlines() if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")]
+    assert not wide, f"{path.name}: wider than {MAX_COLUMNS} columns:\n" + "\n".join(wide)
+    long = [lines[0] for lines in paragraphs(text) if len(lines) > MAX_LINES]
+    assert not long, f"{path.name}: paragraphs of more than {MAX_LINES} lines:\n" + "\n".join(long)
+
+
+def test_an_entry_of_the_log_has_ten_lines_at_most():
+    log = next(path for path in DOCS if path.name == "log.md").read_text()
+    for entry in re.split(r"^(?=\*\*\d{4}-\d\d-\d\d\.|#)", log, flags=re.M):
+        lines = [line for line in entry.splitlines() if line.strip() and not line.startswith(("|", "#"))]
+        assert len(lines) <= 10, entry
+
+
+@functools.cache
+def names_of(path: Path) -> set[str]:
+    """Functions, classes and constants of a file, methods as `Class.method`."""
+    found: set[str] = set()
+
+    def visit(body: list[ast.stmt], before: str) -> None:
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                found.add(before + node.name)
+                if isinstance(node, ast.ClassDef):
+                    visit(node.body, before + node.name + ".")
+            elif isinstance(node, ast.Assign):
+                found.update(before + target.id for target in node.targets if isinstance(target, ast.Name))
+
+    visit(ast.parse(path.read_text()).body, "")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_files_and_functions_that_are_named_exist(path):
+    for file, name in PLACE.findall(path.read_text()):
+        place = SOURCE / file if (SOURCE / file).exists() else ROOT / file
+        assert place.exists(), f"{path.name} names `{file}`: there is no such file below src/zeroshard"
+        assert not name or name in names_of(place), f"{path.name} names `{file}:{name}`: {file} has no {name}"
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+def test_paths_and_links_lead_somewhere(path):
+    text = path.read_text()
+    missing = [each for each in PATH.findall(text) if not (ROOT / each).exists()]
+    missing += [each for each in LINK.findall(text) if not (path.parent / each).exists()]
+    assert not missing, f"{path.name} names what does not exist: {', '.join(missing)}"
+
+
+def test_the_tour_has_ten_stops():
+    stops = re.findall(r"^\*\*(\d+)\. ", (ROOT / "docs" / "tour.md").read_text(), re.MULTILINE)
+    assert stops == [str(number) for number in range(1, 11)]

@@ -1,0 +1,327 @@
+"""Ways through a model that its units' outputs and the optimizer's states do not show: losses that modules keep, backwards of
+backwards, writes into parameters by `.data` and in the middle of a forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch import Tensor, nn
+from zoo import Block, Case, Stack, check, every_mode, normal_batches, run_threads, same, seeded, sgd, square
+
+import zeroshard as zs
+from zeroshard.memory.ledger import GATHERED
+from zeroshard.zero import schedule
+from zeroshard.zero.runtime import runtime_of
+
+DIM = 7
+RELEASED = {"stage": 3, "map_shared": False}
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+# -- losses that do not leave by an output -----------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """A block that keeps a loss of its own: as an attribute or in a list that it is given."""
+
+    def __init__(self, kind: str, after: bool) -> None:
+        super().__init__()
+        self.lin, self.norm, self.scale = nn.Linear(DIM, DIM), nn.LayerNorm(DIM), nn.Parameter(torch.rand(DIM))
+        self.kind, self.after, self.kept = kind, after, None
+
+    def forward(self, x: Tensor, losses: list | None = None) -> Tensor:
+        if not self.after:
+            self.keep(x, losses)
+        out = torch.tanh(self.norm(self.lin(x)) * self.scale) + x
+        if self.after:
+            self.keep(out, losses)
+        return out
+
+    def keep(self, x: Tensor, losses: list | None) -> None:
+        parts = {"matrix": lambda: x @ self.lin.weight, "scale": lambda: x * self.scale, "norm": lambda: self.norm(x)}
+        self.kept = parts[self.kind]().square().mean()
+        if losses is not None:
+            losses.append(self.kept)
+
+
+class Keeping(nn.Module):
+    def __init__(self, kind: str, after: bool) -> None:
+        super().__init__()
+        self.blocks, self.last = nn.ModuleList(Keeps(kind, after) for _ in range(4)), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, losses: list | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, losses)
+        return self.last(x)
+
+
+def attribute_too(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    return square(model, batch) + sum(block.kept for block in model.blocks)
+
+
+def attribute_alone(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    model(*batch)
+    return sum(block.kept for block in model.blocks)
+
+
+def list_too(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    losses: list[Tensor] = []
+    return model(*batch, losses).square().mean() + sum(losses)
+
+
+@every_mode
+@pytest.mark.parametrize("units", ["leaf", (Keeps,)], ids=["leaf", "block"])
+@pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(attribute_too, "matrix"), (attribute_too, "scale"), (attribute_too, "norm"), (attribute_alone, "matrix"), (list_too, "norm")],
+)
+def test_a_loss_that_a_module_keeps(mode, units, after, kind, loss):
+    """Backward may reach it before any output of the module: the unit must be there."""
+    check(Case(seeded(Keeping, kind, after), normal_batches(3, 2, 4, DIM), loss, optimizer=sgd), units=units, **mode)
+
+
+def test_only_units_that_keep_something_stay_gathered():
+    """What stays is said, and goes at the end of backward; units without hidden losses are released as ever."""
+    def run(rank):
+        model, _ = zs.shard(nn.Sequential(seeded(Keeps, "scale", True), seeded(Block, DIM), nn.Linear(DIM, 2)), None, units=(Keeps, Block),
+                            overlap=False, **RELEASED)  # fmt: skip
+        runtime = runtime_of(model)
+        for _ in range(2):
+            loss = model(torch.ones(2, DIM)).sum() + model[0].kept
+            assert [unit.name for unit in runtime.units if unit.kept] == ["0"]
+            loss.backward()
+            assert runtime.ledger.now[GATHERED] == 0
+        assert [m.split(":")[0] for m in zs.report(model).deviations] == ["0"]
+
+    run_threads(2, run)
+
+
+# -- backwards of backwards --------------------------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Keeps("scale", True) for _ in range(2))
+        self.prelu, self.last = nn.PReLU(DIM), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.prelu(x))
+
+
+def penalised(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    """Wasserstein with a gradient penalty: another forward comes between the inner backward and the outer one."""
+    x = batch[0].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return model(batch[0] + 1.0).mean() + (grad.norm(dim=1) - 1.0).square().mean()
+
+
+@every_mode
+@pytest.mark.parametrize("units", ["leaf", (Keeps,)], ids=["leaf", "block"])
+def test_a_gradient_penalty(mode, units):
+    check(Case(seeded(Critic), normal_batches(3, 2, 4, DIM), penalised, optimizer=sgd, tolerance=1e-5), units=units, **mode)
+
+
+def test_memory_goes_back_after_the_outer_backward():
+    def run(rank):
+        model, _ = zs.shard(seeded(Critic), None, units="leaf", **RELEASED)
+        for _ in range(2):
+            penalised(model, (torch.ones(2, DIM),)).backward()
+            assert runtime_of(model).ledger.now[GATHERED] == 0
+
+    run_threads(2, run)
+
+
+# -- writes ------------------------------------------------------------------------------------------------------
+
+
+class Renormalises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(5, DIM, max_norm=0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.emb(tokens)
+
+
+class Averages(nn.Module):
+    """An average of weights that the forward itself updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.slow = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(self.lin.weight, alpha=0.1)
+        return self.lin(x) + self.slow(x).detach()
+
+
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "released"])
+@pytest.mark.parametrize(
+    ("build", "data", "name"),
+    [(Renormalises, torch.arange(4), "emb.weight"), (Averages, torch.ones(2, DIM), "slow.weight")],
+    ids=["max_norm", "average"],
+)
+def test_a_forward_that_writes_into_its_unit_is_refused(mapped, build, data, name):
+    """It would be lost, or applied once for every rank."""
+    def run(rank):
+        model, _ = zs.shard(seeded(build), None, stage=3, map_shared=mapped, units="model")
+        with pytest.raises(zs.ShardedWriteError, match=rf"{name}: written in place inside a forward.*no_grad"):
+            model(data)
+
+    run_threads(2, run)
+
+
+@every_mode
+def test_such_an_average_in_a_unit_of_its_own(mode):
+    check(Case(seeded(Averages), normal_batches(3, 2, 4, DIM), square, optimizer=sgd), units="leaf", **mode)
+
+
+def assigned(model: nn.Module) -> None:
+    """After a step: other values, by assignment."""
+    model.first.weight.data = torch.arange(float(DIM * DIM)).view(DIM, DIM) / 50
+    with torch.no_grad():
+        vector = torch.linspace(-1, 1, model.last.weight.numel() + model.last.bias.numel())
+        torch.nn.utils.vector_to_parameters(vector, model.last.parameters())
+
+
+def clamped(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.clamp_(-0.05, 0.05)
+
+
+@every_stage
+@pytest.mark.parametrize("after", [assigned, clamped])
+def test_values_that_are_assigned_or_written_through_data(stage, after):
+    check(Case(seeded(Stack), normal_batches(4, 2, 4, DIM), square, after=after, optimizer=sgd), stage=stage)
+
+
+@every_stage
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "fp16", "loss_scale": 64.0}], ids=["bf16", "fp16"])
+def test_masters_follow_what_is_written_through_data(stage, options):
+    def run(rank):
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, sgd(model.parameters()), stage=stage, **options)
+        for _ in range(3):
+            model(torch.ones(2, DIM)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clamped(model)
+        return zs.full_state_dict(model, masters=True)
+
+    for state in run_threads(2, run):
+        assert all(value.abs().max() <= 0.0501 for value in state.values())  # 0.05 in bf16
+
+
+@every_stage
+def test_data_of_another_shape_is_refused(stage):
+    def run(rank):
+        model, _ = zs.shard(seeded(Stack), None, stage=stage)
+        with pytest.raises(zs.ModelChanged, match=r"first\.weight was resized from \(7, 7\) to \(2, 2\)"):
+            model.first.weight.data = torch.ones(2, 2)
+
+    run_threads(2, run)
+
+
+# -- ranks that do other things ----------------------------------------------------------------------------------
+
+
+def test_a_rank_that_steps_without_a_backward_is_told():
+    def run(rank):
+        model = seeded(Stack)
+        model, optimizer = zs.shard(model, sgd(model.parameters()), stage=2)
+        with pytest.raises(zs.CollectiveMismatch, match=r"optimizer step without gradients"):
+            if rank == 0:
+                model(torch.ones(2, DIM)).sum().backward()
+            optimizer.step()
+
+    run_threads(2, run)
+
+
+def test_dropped_layers_with_parameters_on_disk(tmp_path):
+    """All ranks do the same, their disks are never equally fast: nothing that only one has begun may be waited for."""
+    class Drops(Stack):
+        def forward(self, x: Tensor, left_out: tuple[int, ...]) -> Tensor:
+            x = self.first(x)
+            for number, block in enumerate(self.blocks):
+                x = x if number in left_out else block(x)
+            return self.last(x)
+
+    plans = [(), (), (), (1,), (0, 2), (), (0, 1, 2), ()]
+    batches = [[(x, plan) for (x,) in row] for row, plan in zip(normal_batches(len(plans), 2, 4, DIM), plans, strict=True)]
+    check(Case(seeded(Drops), batches, square, optimizer=sgd), stage=3, units="leaf", offload_param="nvme", offload_path=str(tmp_path))
+
+
+def test_forwards_without_backward_take_no_more_and_more_memory(monkeypatch):
+    monkeypatch.setattr(schedule, "_MOST_VISITS", 50)
+    plain = seeded(Stack)
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(plain), None, stage=3)
+        for _ in range(30):
+            model(torch.ones(2, DIM))
+        visits = len(runtime_of(model).schedule.tracks[True].current)
+        square(model, (torch.ones(2, DIM),)).backward()
+        expected = copy.deepcopy(plain)
+        square(expected, (torch.ones(2, DIM),)).backward()
+        same(zs.full_gradients(model)["first.weight"], expected.first.weight.grad, "first.weight", 1e-6)
+        return visits
+
+    assert max(run_threads(2, run)) <= 50
+
+
+# -- torch.func --------------------------------------------------------------------------------------------------
+
+
+def derivatives(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [
+        torch.func.jvp(model, (x,), (torch.ones_like(x),))[1],
+        torch.func.vjp(model, x)[1](torch.ones(len(x), DIM))[0],
+        torch.func.jacrev(model)(x[0]),
+        torch.func.vmap(torch.func.hessian(model))(x),
+    ]
+
+
+@pytest.mark.parametrize("mode", [{"stage": 0}, {"stage": 2}, {"stage": 3, "map_shared": True}, {**RELEASED, "gather": True}])
+def test_derivatives_of_torch_func(mode):
+    """Right where the parameters are there; at stage 3 with released memory they must be gathered around it."""
+    model, x = seeded(Block, DIM), torch.ones(2, DIM) / 3
+    wanted = derivatives(model, x)
+
+    def run(rank):
+        copied, _ = zs.shard(copy.deepcopy(model), None, **{key: mode[key] for key in mode if key != "gather"})
+        if mode.get("gather"):
+            with zs.gathered(copied):
+                return derivatives(copied, x)
+        return derivatives(copied, x)
+
+    (got,) = run_threads(1, run)  # torch has one forward-mode level a process
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, "derivative", 0.0)
+
+
+def test_torch_func_on_released_parameters_is_refused():
+    """With the remedy, and nothing is left of it: the next forward and backward are right. vmap alone and forward-mode AD work."""
+    x = torch.ones(2, DIM)
+    tangent = torch.func.jvp(seeded(Block, DIM), (x,), (x,))[1]
+
+    def run(rank):
+        model, _ = zs.shard(seeded(Block, DIM), None, **RELEASED)
+        wanted = model(x)
+        for attempt in (lambda: torch.func.vjp(model, x), lambda: torch.func.jvp(model, (x,), (x,)), lambda: torch.func.jacrev(model)(x[0])):
+            with pytest.raises(zs.ShardedAccessError, match="torch.func.*zs.gathered"):
+                attempt()
+            same(model(x), wanted, "output after it", 0.0)
+        same(torch.func.vmap(model)(x), wanted, "vmap", 0.0)
+        with fwAD.dual_level():
+            same(fwAD.unpack_dual(model(fwAD.make_dual(x, x))).tangent, tangent, "tangent", 0.0)
+        model(x).sum().backward()
+        assert runtime_of(model).ledger.now[GATHERED] == 0
+
+    run_threads(1, run)

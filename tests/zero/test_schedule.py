@@ -1,0 +1,94 @@
+"""Schedule: records an order, follows it, names the first deviation of a step, records anew. Pure data, no tensors."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroshard.zero.schedule import Schedule, Visit
+
+NAMES = ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+visits = st.lists(st.builds(Visit, st.integers(0, 3), st.booleans()), min_size=1, max_size=12)
+
+
+def play(schedule: Schedule, order: list[Visit], training: bool = True) -> list[str]:
+    """One step; the messages of its deviations."""
+    messages = [message for visit in order if (message := schedule.visit(visit, training)) is not None]
+    schedule.end(training)
+    return messages
+
+
+@given(visits)
+def test_the_first_step_records_and_foresees_nothing(order):
+    schedule = Schedule(NAMES)
+    for visit in order:
+        assert schedule.visit(visit, True) is None
+        assert schedule.upcoming(True) == [] and not schedule.repeats(visit, True)
+    schedule.end(True)
+    assert schedule.tracks[True].order == order and not schedule.deviations
+
+
+@given(visits, st.integers(1, 3))
+def test_a_repeated_step_is_foreseen_from_every_visit(order, steps):
+    schedule = Schedule(NAMES)
+    play(schedule, order)
+    for _ in range(steps):
+        assert schedule.upcoming(True) == order
+        for position, visit in enumerate(order):
+            assert schedule.visit(visit, True) is None
+            assert schedule.upcoming(True) == order[position + 1 :]
+            following = order[position + 1] if position + 1 < len(order) else None
+            assert schedule.repeats(visit, True) == (following == visit)
+        schedule.end(True)
+    assert not schedule.deviations
+
+
+@given(visits, visits)
+def test_a_deviation_is_named_once_where_it_happens_and_the_new_order_is_kept(order, changed):
+    schedule = Schedule(NAMES)
+    play(schedule, order)
+    common = next((i for i, (a, b) in enumerate(zip(order, changed, strict=False)) if a != b), min(len(order), len(changed)))
+    messages = play(schedule, changed)
+    if common == len(changed):  # the step only ended early: nothing wrong was foreseen
+        assert messages == []
+    else:
+        assert len(messages) == 1 == len(schedule.deviations)
+        assert f"(visit {common})" in messages[0]
+        assert f"got {NAMES[changed[common].unit]}" in messages[0]
+        wanted = NAMES[order[common].unit] if common < len(order) else "the end of the step"
+        assert f"expected {wanted}" in messages[0]
+    assert schedule.tracks[True].order == changed
+    assert play(schedule, changed) == []
+
+
+@given(visits, visits)
+def test_after_a_deviation_nothing_is_foreseen_until_the_step_ends(order, changed):
+    schedule = Schedule(NAMES)
+    play(schedule, order)
+    deviated = False
+    for visit in changed:
+        deviated = schedule.visit(visit, True) is not None or deviated
+        if deviated:
+            assert schedule.upcoming(True) == [] and not schedule.repeats(visit, True)
+    schedule.end(True)
+
+
+@given(visits, visits)
+def test_evaluation_has_a_record_of_its_own(training, evaluation):
+    schedule = Schedule(NAMES)
+    play(schedule, training, training=True)
+    assert play(schedule, evaluation, training=False) == []
+    assert play(schedule, training, training=True) == []
+    assert play(schedule, evaluation, training=False) == []
+    assert schedule.tracks[True].order == training and schedule.tracks[False].order == evaluation
+
+
+def test_an_end_without_visits_changes_nothing():
+    schedule = Schedule(NAMES)
+    play(schedule, [Visit(0, False), Visit(0, True)])
+    schedule.end(True)
+    assert schedule.upcoming(True) == [Visit(0, False), Visit(0, True)]
+
+
+def test_it_can_be_read():
+    schedule = Schedule(NAMES)
+    play(schedule, [Visit(0, False), Visit(1, False), Visit(1, True), Visit(0, True)])
+    assert str(schedule) == "training: (root) blocks.0 blocks.0' (root)'\nevaluation: (not recorded yet)"
