@@ -1,0 +1,32 @@
+"""python -m zeroshard.deepspeed script.py ... | -m module ...: run it with `import deepspeed` finding zeroshard."""
+
+import os
+import runpy
+import sys
+
+from ..integrations.deepspeed.install import install
+
+USAGE = "usage: python -m zeroshard.deepspeed script.py [arguments]  |  python -m zeroshard.deepspeed -m module [arguments]"
+
+
+def main() -> None:
+    """Take the script's place: its argv, its folder first on the path."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+        print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
+        sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+    install()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        return
+    if not os.path.isfile(arguments[0]):
+        sys.exit(f"python -m zeroshard.deepspeed: no file {arguments[0]!r}. {USAGE}")
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

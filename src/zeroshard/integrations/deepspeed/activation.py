@@ -1,0 +1,101 @@
+"""deepspeed.checkpointing: recomputation of a function's activations, by torch's own checkpoint.
+
+Where inputs of checkpoints rest on the host, or cut over a model-parallel group, is `zs.checkpoint_activations`, which
+`initialize` calls for a model whose configuration asks for it (cpu_checkpointing, partition_activations with an mpu).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ...activation_checkpointing.checkpoint import checkpoint_activations
+from .stand_ins import logger
+
+
+@dataclass
+class Chosen:
+    """What `configure` set."""
+
+    partition_activations: bool = False
+    contiguous_checkpointing: bool = False
+    num_checkpoints: int | None = None
+    checkpoint_in_cpu: bool = False
+    synchronize: bool = False
+    profile: bool = False
+
+
+_chosen: Chosen | None = None
+_NO_EFFECT = ("contiguous_checkpointing", "synchronize", "profile")
+
+
+def configure(
+    mpu_: Any = None, deepspeed_config: Any = None, partition_activations: bool | None = None, contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None, checkpoint_in_cpu: bool | None = None, synchronize: bool | None = None, profile: bool | None = None,
+) -> None:  # fmt: skip
+    """Choose how `checkpoint` keeps inputs. What is given here goes before the configuration's activation_checkpointing."""
+    global _chosen
+    chosen = Chosen()
+    if deepspeed_config is not None:
+        section = section_of(deepspeed_config)
+        chosen = Chosen(
+            section.get("partition_activations", False), section.get("contiguous_memory_optimization", False),
+            section.get("number_checkpoints"), section.get("cpu_checkpointing", False),
+            section.get("synchronize_checkpoint_boundary", False), section.get("profile", False),
+        )  # fmt: skip
+    given = (partition_activations, contiguous_checkpointing, num_checkpoints, checkpoint_in_cpu, synchronize, profile)
+    for each, value in zip(fields(Chosen), given, strict=True):
+        if value is not None:
+            setattr(chosen, each.name, value)
+    ignored = [name for name in _NO_EFFECT if getattr(chosen, name)]
+    if ignored:
+        logger.info(f"deepspeed.checkpointing.configure: {', '.join(ignored)}: no effect here.")
+    _chosen = chosen
+
+
+def section_of(config: Any) -> dict[str, Any]:
+    """The activation_checkpointing section of a configuration in any form."""
+    if not hasattr(config, "_param_dict"):
+        from .ds_config import read_config
+
+        return read_config(config).get("activation_checkpointing", {})
+    return config._param_dict.get("activation_checkpointing", {})
+
+
+def is_configured() -> bool:
+    return _chosen is not None
+
+
+def reset() -> None:
+    """DeepSpeed frees buffers of a step here; there are none."""
+
+
+def checkpoint(function: Callable, *args: Any) -> Any:
+    """function(*args), whose activations are computed again in backward."""
+    in_cpu = _chosen is not None and _chosen.checkpoint_in_cpu and torch.cuda.is_available()
+    with torch.autograd.graph.save_on_cpu(pin_memory=True) if in_cpu else contextlib.nullcontext():
+        return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:
+    """Let a model that checkpoints by itself keep inputs where the configuration says."""
+    section = section_of(config)
+    group = mpu.get_model_parallel_group() if mpu is not None and section.get("partition_activations") else None
+    offload = "cpu" if section.get("cpu_checkpointing") and torch.cuda.is_available() else None
+    if (group is not None or offload is not None) and "_zeroshard_activations" not in model.__dict__:
+        checkpoint_activations(model, blocks=None, partition=group, offload=offload)
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Without tensor parallelism here all generators of this rank get the seed."""
+    torch.manual_seed(seed)
+
+
+def get_cuda_rng_tracker() -> Any:
+    raise NotImplementedError("deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators.")

@@ -1,0 +1,61 @@
+"""The loader that `initialize(training_data=...)` makes: each rank its own micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+
+class DeepSpeedDataLoader:
+    """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
+
+    Each pass draws another order. drop_last: a last batch that is not full is left out.
+    """
+
+    def __init__(
+        self, dataset: Any, batch_size: int, *, rank: int, world_size: int, collate_fn: Callable | None = None, drop_last: bool = False,
+        num_workers: int = 0, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
+    ) -> None:  # fmt: skip
+        if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+            raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
+        sampler = data_sampler
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)
+        self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self._epoch = 0
+        self.dataloader = DataLoader(
+            dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
+            num_workers=num_workers, pin_memory=pin_memory,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self._epoch)
+            self._epoch += 1
+        return iter(self.dataloader)
+
+    def __len__(self) -> int:
+        return len(self.dataloader)
+
+
+class RepeatingLoader:
+    """Begins anew where the loader ends; `next(loader)` never stops."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self._iterator = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            return next(self._iterator)
+
+    def __len__(self) -> int:
+        return len(self.loader)

@@ -1,0 +1,118 @@
+"""Modules made from a table: `deepspeed.x.y` and `zeroshard.deepspeed.x.y` are one module object, its names come from surface.py.
+
+What a name stands for is imported when it is first asked for, so `import deepspeed` is quick, and a name that is not there says
+what to use instead.
+"""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .surface import INSTEAD, SURFACE
+
+ROOT = "zeroshard.deepspeed"
+ALIAS = "deepspeed"
+_HERE = __package__
+
+
+class SurfaceModule(ModuleType):
+    """One module of the interface. Its names can be assigned, as those of any module."""
+
+    def __getattr__(self, name: str) -> Any:
+        path = self.__dict__.get("_surface_path")
+        if path is None or (name.startswith("__") and name not in SURFACE[path]):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        inner = f"{path}.{name}" if path else name
+        if name in SURFACE[path]:
+            value = _resolve(SURFACE[path][name])
+        elif inner in _PATHS:
+            value = importlib.import_module(f"{ROOT}.{inner}")
+        else:
+            raise _missing(inner, ImportError if _asked_by_import(sys._getframe(1)) else AttributeError)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        path = self.__dict__["_surface_path"]
+        prefix = f"{path}." if path else ""
+        inside = {each.removeprefix(prefix).partition(".")[0] for each in _PATHS if each.startswith(prefix) and each != path}
+        return sorted({*super().__dir__(), *SURFACE[path], *inside})
+
+
+def _resolve(where: str) -> Any:
+    """'module:attribute' of this package; 'module:' the module itself."""
+    module, _, attribute = where.partition(":")
+    found = importlib.import_module(module if module.startswith(("zeroshard", "torch")) else f"{_HERE}.{module}")
+    for part in attribute.split(".") if attribute else ():
+        found = getattr(found, part)
+    return found
+
+
+def _missing(path: str, kind: type[Exception]) -> Exception:
+    remedy = next((INSTEAD[key] for key in (path, path.rpartition(".")[2], path.partition(".")[0]) if key in INSTEAD), None)
+    return kind(f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/ecosystem.md for what it has.'}")
+
+
+def _asked_by_import(frame: Any) -> bool:
+    """Whether `from module import name` asks: Python would put a message of its own in place of an AttributeError's."""
+    return frame.f_lasti >= 0 and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+def _all_paths() -> set[str]:
+    """The table's modules, and the packages that they are in."""
+    found = set()
+    for path in SURFACE:
+        parts = path.split(".") if path else []
+        found.update(".".join(parts[: count + 1]) for count in range(len(parts)))
+    return found
+
+
+_PATHS = _all_paths()
+for _path in _PATHS:
+    SURFACE.setdefault(_path, {})
+_modules: dict[str, SurfaceModule] = {}
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        path = _path_of(spec.name)
+        assert path is not None
+        if path not in _modules:
+            module = SurfaceModule(f"{ROOT}.{path}")
+            module._surface_path = path  # type: ignore[attr-defined]
+            module.__path__ = []  # type: ignore[attr-defined]
+            _modules[path] = module
+        return _modules[path]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Names come when they are asked for."""
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        found = _path_of(fullname)
+        return None if found is None else ModuleSpec(fullname, _Loader(), is_package=True)
+
+
+def _path_of(fullname: str) -> str | None:
+    """The table's path for a module name, where it is one of ours: 'deepspeed' must be ours as well."""
+    for root in (ROOT, ALIAS):
+        if fullname.startswith(f"{root}.") and isinstance(sys.modules.get(root), SurfaceModule):
+            path = fullname.removeprefix(f"{root}.")
+            return path if path in _PATHS else None
+    return None
+
+
+def open_door(module: ModuleType) -> None:
+    """Make an ordinary module, `zeroshard.deepspeed`, the root of the interface."""
+    module.__class__ = SurfaceModule
+    module._surface_path = ""  # type: ignore[attr-defined]
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,315 @@
+"""The engine: a model and an optimizer of `zs.shard`, and the counters that DeepSpeed's loop goes by.
+
+    engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    loss = engine(batch); engine.backward(loss); engine.step()
+
+What a micro-step does to gradients is `zs.accumulate`: stages 0 and 1 sum locally up to the boundary, stages 2 and 3
+reduce each backward, as DeepSpeed does. Loss scaling, clipping and overflow are the optimizer's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import api
+from ...errors import ZeroshardError
+from ...utils.tensor_tree import find_tensors, map_tensors
+from ...zero.runtime import runtime_of
+from .checkpoints import Checkpoints
+from .engine_optimizer import wrap
+from .engine_settings import Settings
+from .stand_ins import logger
+
+_scaled: set[int] = set()  # the graph tasks of backwards that an engine scaled already
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+
+
+class _UnscaledGradient(torch.autograd.Function):
+    """x * factor, with the gradient of x: zeroshard puts the loss scale on gradients where they enter the model."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
+    """What `initialize` returns. Built by setup.py; attributes that it lacks are the module's.
+
+    module: the sharded model. basic_optimizer: the sharded optimizer, of the class that was given. optimizer: what DeepSpeed
+    shows in its place (engine_optimizer.py), None for inference.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, config: Any, **known: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._config, self.config = config, config._param_dict
+        self.basic_optimizer = optimizer
+        self.optimizer = wrap(optimizer, config)
+        self.device, self.local_rank = known["device"], known["local_rank"]
+        self.mpu, self.collate_fn, self.monitor = known["mpu"], known["collate_fn"], known["monitor"]
+        comm = runtime_of(module).comm
+        self.world_size = self.dp_world_size = comm.world_size
+        self.global_rank = comm.rank
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.inside_no_sync_ctxt = self.is_compiled = self._destroyed = False
+        self._is_gradient_accumulation_boundary: bool | None = None
+        self._running_engine_step = self._step_applied = False
+        self._global_grad_norm: float | None = None
+        self._backwards = 0  # since the last step
+        self._held: contextlib.AbstractContextManager | None = None
+        self._gc_was_on = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+    # -- forward and backward ------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._hold(self._sums_locally())
+        if self._config.fp16_auto_cast:
+            args, kwargs = map_tensors(_half, (args, kwargs))
+        with self._autocast():
+            output = self.module(*args, **kwargs)
+        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled() and self.optimizer is not None:
+            for tensor in find_tensors(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._divide_unless_scaled)
+        return output
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        dtype = self._config.torch_autocast_dtype if self._config.torch_autocast_enabled else None
+        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _divide_unless_scaled(self, grad: Tensor) -> Tensor | None:
+        """Gradients of `loss.backward()`, without the engine, are a mean over micro-batches as well."""
+        if torch._C._current_graph_task_id() in _scaled:
+            return None
+        return grad / self.gradient_accumulation_steps()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice."""
+        assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
+        assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
+        factor = self._loss_scale()
+        return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Gradients of loss / gradient_accumulation_steps (scale_wrt_gas=False: of loss), which is returned."""
+        assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
+        assert _is_loss(loss), "loss must be a scalar tensor. If you need to pass output gradients, backward() of output tensors"
+        self._hold(self._sums_locally())
+        self._backwards += 1
+        steps = self.gradient_accumulation_steps()
+        tasks: list[int] = []
+
+        def mark(grad: Tensor) -> None:
+            tasks.append(torch._C._current_graph_task_id())
+            _scaled.add(tasks[-1])
+
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        handle = scaled.register_hook(mark)
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            handle.remove()
+            _scaled.difference_update(tasks)
+        return scaled
+
+    def _backward_epilogue(self) -> None:
+        """What DeepSpeed does by hand after a backward is over here when backward() returns."""
+
+    # -- accumulation --------------------------------------------------------------------------------------------
+
+    def _sums_locally(self) -> bool:
+        """Whether the backward to come is not to be reduced."""
+        if self.optimizer is None:
+            return False
+        if self.inside_no_sync_ctxt:
+            return True
+        return not self.zero_optimization_partition_gradients() and not self.is_gradient_accumulation_boundary()
+
+    def _hold(self, yes: bool) -> None:
+        """Enter or leave `zs.accumulate`, which lasts from one micro-step to another."""
+        if yes and self._held is None:
+            self._held = api.accumulate(self.module)
+            self._held.__enter__()
+        elif not yes and self._held is not None:
+            held, self._held = self._held, None
+            held.__exit__(None, None, None)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last before an optimizer step."""
+        if self._is_gradient_accumulation_boundary is not None:
+            return self._is_gradient_accumulation_boundary
+        if not self.managed_gradient_accumulation():
+            return self._running_engine_step
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say by hand whether the next backward is the last before an optimizer step; None: the engine counts again."""
+        assert self.managed_gradient_accumulation(), (
+            "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation=False; "
+            "the caller owns the boundary by calling step()"
+        )
+        self._is_gradient_accumulation_boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside sum locally (`zs.accumulate`), at stages whose gradients are not partitioned."""
+        stage = self.zero_optimization_stage()
+        assert not self.zero_optimization_partition_gradients(), (
+            f"no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage {stage}; zs.accumulate "
+            "(engine.module) sums locally at every stage"
+        )
+        assert not self.inside_no_sync_ctxt, "no_sync context manager reentry is unsupported"
+        with self._local_sums():
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """All backwards inside are reduced once, at the end (stages 1 to 3)."""
+        assert self.managed_gradient_accumulation(), (
+            "coalesce_grad_reduction is not supported with managed_gradient_accumulation=False; "
+            "the caller already owns the accumulation boundary via step()"
+        )
+        if not self.zero_optimization():
+            raise NotImplementedError("coalesce_grad_reduction requires ZeRO stage 1/2/3, got stage 0")
+        assert not self.inside_no_sync_ctxt, "coalesce_grad_reduction cannot be nested inside another no_sync context"
+        with self._local_sums():
+            yield
+        self.allreduce_gradients()
+
+    @contextlib.contextmanager
+    def _local_sums(self) -> Iterator[None]:
+        self.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = False
+            self._hold(False)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what was summed locally."""
+        self._hold(False)
+        runtime_of(self.module).flush()
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the boundary: optimizer step, gradients dropped, scheduler step. Else: count the micro-step."""
+        assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
+        assert self.optimizer is not None, "must provide optimizer during init in order to use step"
+        self._step_applied = False
+        self._running_engine_step = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_model_step(lr_kwargs or {})
+        finally:
+            self._running_engine_step = False
+        self.micro_steps += 1
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
+        self._hold(False)
+        self.optimizer.step()
+        record = self.basic_optimizer.last_step
+        self._global_grad_norm = record.grad_norm if self.zero_compute_grad_norm() else None
+        self.optimizer.zero_grad()
+        self._step_applied = math.isfinite(record.grad_norm)
+        if not self._step_applied:
+            self.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        if self.managed_gradient_accumulation():
+            self.global_samples += self.train_batch_size()
+        else:
+            self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
+        self._backwards = 0
+        self._tell()
+
+    def _tell(self) -> None:
+        every = self.steps_per_print()
+        if self.global_rank:
+            return
+        if every and math.isfinite(every) and self.global_steps % int(every) == 0:
+            logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+        if self.monitor is not None and self.monitor.enabled:
+            events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if self.fp16_enabled():
+                events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
+            self.monitor.write_events(events)
+
+    def _loss_scale(self) -> float:
+        return runtime_of(self.module).progress.loss_scale
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest step() changed parameters."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the mean gradient over all ranks before clipping, of the latest optimizer step."""
+        return self._global_grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.basic_optimizer is not None:
+            self.basic_optimizer.zero_grad()
+
+    # -- the model -----------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        self.module.train(mode)
+        self.training = mode
+        return self
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any) -> None:
+        """torch.compile the module in place; `schedule` is of DeepCompile, which is not here."""
+        if schedule is not None:
+            raise ZeroshardError("engine.compile(schedule=...): there is no DeepCompile here; leave it out.")
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
+        self.is_compiled = True
+
+    def empty_partition_cache(self) -> None:
+        """Nothing stays gathered between steps but what the configuration keeps."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def destroy(self) -> None:
+        """The module is an ordinary one again (collective). A second call does nothing."""
+        if self._destroyed:
+            return
+        self._destroyed = True
+        self._hold(False)
+        if self._gc_was_on:
+            gc.enable()
+        if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
+            api.close(self.module)
+
+
+def _half(tensor: Tensor) -> Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

@@ -1,0 +1,127 @@
+"""What DeepSpeed shows as `engine.optimizer`: the sharded optimizer inside, with the names that loops and frameworks ask for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .stand_ins import ZeROOptimizer
+
+
+class EngineOptimizer(ZeROOptimizer):
+    """Around a sharded optimizer, which is `.optimizer`. Attributes that it lacks are that one's."""
+
+    def __init__(self, optimizer: Any, config: Any) -> None:
+        self.optimizer = optimizer
+        self._config = config
+        self.custom_loss_scaler = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """loss.backward(): the loss scale is put on gradients as they enter the model."""
+        loss.backward(retain_graph=retain_graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], *unused: Any, **options: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped, for a gradient that was not finite."""
+        record = self.optimizer.last_step
+        return record is not None and not math.isfinite(record.grad_norm)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.optimizer.core.runtime.progress.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self.optimizer.core.runtime.progress.scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        scaler = self.loss_scaler
+        return scaler is not None and scaler.dynamic
+
+    def needs_scaler(self) -> bool:
+        """Whether losses are scaled (fp16). A backward of one's own needs no care: gradients are, as they enter the model."""
+        return self.loss_scaler is not None
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        record = self.optimizer.last_step
+        return None if record is None else record.grad_norm
+
+    def refresh_fp32_params(self) -> None:
+        """Masters follow what is written into parameters by themselves."""
+
+    def empty_partition_cache(self) -> None:
+        """Nothing stays gathered between steps."""
+
+    def destroy(self) -> None:
+        """`engine.destroy()` frees everything."""
+
+
+class DeepSpeedZeroOptimizer(EngineOptimizer):
+    """Stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
+    """Stage 3."""
+
+
+class BF16_Optimizer(EngineOptimizer):
+    """bf16 at stage 0."""
+
+
+class FP16_Optimizer(EngineOptimizer):
+    """fp16 at stage 0."""
+
+
+def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+    """As DeepSpeed shows it: at stage 0 in fp32 the optimizer itself."""
+    stage = int(config.zero_optimization_stage)
+    if optimizer is None:
+        return None
+    if stage:
+        return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(optimizer, config)
+    if config.float16_config.enabled:
+        return FP16_Optimizer(optimizer, config)
+    return BF16_Optimizer(optimizer, config) if config.bfloat16_config.enabled else optimizer

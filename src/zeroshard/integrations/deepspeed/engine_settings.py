@@ -1,0 +1,117 @@
+"""The engine's questions about its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+_QUESTIONS = {  # method -> where the answer is in the configuration
+    **{name: name for name in (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
+        "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
+        "gradient_predivide_factor", "dump_state", "memory_breakdown", "wall_clock_breakdown", "dataloader_drop_last",
+        "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "load_universal_checkpoint",
+        "use_node_local_storage", "torch_autocast_enabled", "torch_autocast_dtype", "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer", "torch_autocast_lower_precision_safe_modules",
+    )},
+    **{f"zero_{name}": f"zero_config.{name}" for name in (
+        "reduce_scatter", "overlap_comm", "offload_optimizer", "offload_param", "sub_group_size", "reduce_bucket_size",
+        "allgather_bucket_size", "compute_grad_norm", "contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint",
+        "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
+        "model_persistence_threshold", "legacy_stage1", "ignore_unused_parameters", "hpz_partition_size",
+        "quantized_weights", "quantized_gradients", "allgather_partitions", "round_robin_gradients",
+    )},
+    "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
+    "fp16_enabled": "float16_config.enabled",
+    "bfloat16_enabled": "bfloat16_config.enabled",
+    "fp16_auto_cast": "fp16_auto_cast",
+}  # fmt: skip
+
+
+class Settings:
+    """Mixed into the engine, which has `_config`."""
+
+    _config: Any
+
+    def zero_optimization(self) -> bool:
+        return self._config.zero_enabled
+
+    def zero_optimization_stage(self) -> int:
+        return int(self._config.zero_optimization_stage)
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and offload.device in ("cpu", "nvme")
+
+    zero_cpu_offload = zero_use_cpu_optimizer
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        offload = self._config.zero_config.offload_optimizer
+        return offload is not None and offload.device == "nvme"
+
+    def dynamic_loss_scale(self) -> bool:
+        return self._config.float16_config.loss_scale == 0
+
+    def loss_scale(self) -> float:
+        return self._config.float16_config.loss_scale
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of parameters, dtype in which gradients accumulate)."""
+        model = torch.float16 if self._config.float16_config.enabled else torch.float32
+        model = torch.bfloat16 if self._config.bfloat16_config.enabled else model
+        given = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}.get(self._config.grad_accum_dtype, model)
+        return model, given
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        given = self._config.communication_data_type
+        return self.get_data_types()[0] if given is None else given
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(global batch, micro-batch of a rank, micro-batches of a step)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()  # type: ignore[attr-defined]
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
+        micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size  # type: ignore[attr-defined]
+        if train_batch_size % micro:
+            raise ValueError(f"Train batch size must be divisible by micro-batch data parallelism ({micro}), got {train_batch_size}")
+        self._config.train_batch_size = train_batch_size
+        self._config.gradient_accumulation_steps = train_batch_size // micro
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch of a rank, with as many of them in a step."""
+        self._config.train_micro_batch_size_per_gpu = micro_batch_size
+        steps, world = self._config.gradient_accumulation_steps, self.dp_world_size  # type: ignore[attr-defined]
+        self._config.train_batch_size = micro_batch_size * steps * world
+
+    def get_lr(self) -> list[float]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        return self._of_groups("momentum" if self._config.optimizer_name in ("sgd", "rmsprop") else "betas")
+
+    def get_type(self) -> list[Any]:
+        return self._of_groups("type")
+
+    def _of_groups(self, key: str) -> list[Any]:
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
+
+
+def _question(path: str) -> Callable[[Any], Any]:
+    read = attrgetter(path)
+    return lambda self: read(self._config)
+
+
+for _name, _path in _QUESTIONS.items():
+    setattr(Settings, _name, _question(_path))

@@ -1,0 +1,62 @@
+"""Making `import deepspeed` find zeroshard, in this process and in its children.
+
+Frameworks ask importlib for the package and its metadata, some of them while they are imported. So it is a real folder with a
+dist-info (site/), first on the path; entries in sys.modules alone would not do.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from ...errors import ConfigError
+
+SITE = Path(__file__).parent / "site"
+_DECIDE_AT_IMPORT = ("accelerate", "transformers", "lightning", "pytorch_lightning", "lightning_fabric", "peft", "trl")
+
+
+def install() -> None:
+    """From here on `import deepspeed` is `zeroshard.deepspeed`. Call it first; again it changes nothing.
+
+    Raises ConfigError where accelerate, transformers, lightning or the real deepspeed were imported before: they have decided
+    by then whether DeepSpeed is there.
+    """
+    present = sys.modules.get("deepspeed")
+    if present is not None and present is sys.modules.get("zeroshard.deepspeed"):
+        return
+    if present is not None:
+        where = getattr(present, "__file__", "?")
+        raise ConfigError(f"zeroshard.deepspeed.install(): deepspeed was imported before, from {where}: call install() first.")
+    early = [name for name in _DECIDE_AT_IMPORT if name in sys.modules]
+    if early and not _is_first(sys.path):
+        raise ConfigError(
+            f"zeroshard.deepspeed.install(): {', '.join(early)} was imported before, and decides while it is imported whether DeepSpeed "
+            "is there: call install() first, or start the script with python -m zeroshard.deepspeed script.py."
+        )
+    if not _is_first(sys.path):
+        sys.path.insert(0, str(SITE))
+    os.environ.update(child_environment())
+
+
+def _is_first(paths: list[str]) -> bool:
+    """Whether the folder is found before any other deepspeed."""
+    for path in paths:
+        if path == str(SITE):
+            return True
+        if os.path.isdir(os.path.join(path or ".", "deepspeed")):
+            return False
+    return False
+
+
+def child_environment(base: dict[str, str] | None = None) -> dict[str, str]:
+    """What to add to the environment of a process in which `import deepspeed` shall find zeroshard: PYTHONPATH.
+
+    Workers of torchrun and of `accelerate launch` inherit it.
+    """
+    given = (os.environ if base is None else base).get("PYTHONPATH", "")
+    others = [path for path in given.split(os.pathsep) if path and path != str(SITE)]
+    source = str(Path(__file__).parents[3])  # where zeroshard itself is: a script may run without its installation
+    if source not in others and not source.endswith("-packages"):
+        others.append(source)
+    return {"PYTHONPATH": os.pathsep.join([str(SITE), *others])}

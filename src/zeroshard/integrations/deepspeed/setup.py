@@ -1,0 +1,198 @@
+"""`deepspeed.initialize`: from a model, a configuration and perhaps an optimizer to an engine."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ... import api
+from ...comm import backend_select
+from ...zero.runtime import runtime_of
+from . import activation, communication, leaf_modules, partition
+from .data_loader import DeepSpeedDataLoader
+from .ds_config import DeepSpeedConfig, DeepSpeedConfigError, build_optimizer, shard_options
+from .engine import DeepSpeedEngine
+from .lr_schedules import schedule_from_config
+from .monitor import MonitorMaster
+from .stand_ins import PipelineModule, ZeRORuntimeException, logger
+
+
+def initialize(
+    args: Any = None, model: nn.Module | None = None, optimizer: Any = None, model_parameters: Any = None, training_data: Any = None,
+    lr_scheduler: Any = None, distributed_port: int = 29500, mpu: Any = None, dist_init_required: bool | None = None,
+    collate_fn: Callable | None = None, config: Any = None, mesh_param: Any = None, config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+    """(engine, optimizer, data loader, scheduler), as DeepSpeed's.
+
+    Args:
+        optimizer: a torch optimizer, or a callable that makes one of model_parameters; None: the configuration's.
+        model_parameters: tensors or parameter groups for it; None: those of the model that are trained.
+        lr_scheduler: a scheduler, or a callable that makes one of the optimizer; None: the configuration's.
+        training_data: a Dataset, for the loader.
+        config, config_params, args.deepspeed_config: a dictionary, a path, or JSON as urlsafe base64; one of them.
+        mpu: whose get_data_parallel_group() the model is sharded over.
+
+    Raises:
+        AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
+        DeepSpeedConfigError: a key that is not served, with what to do.
+    """
+    assert model is not None, "deepspeed.initialize requires a model"
+    if isinstance(model, PipelineModule):
+        raise DeepSpeedConfigError("PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining.")
+    if mesh_param is not None:
+        raise DeepSpeedConfigError("mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out.")
+    given = _config_of(args, config, config_params)
+    partition.shutdown_init_context()
+    try:
+        if not _has_ranks():
+            communication.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
+        return _initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn, given)
+    finally:
+        partition.restore_init_context()
+
+
+def _has_ranks() -> bool:
+    return dist.is_initialized() or backend_select.is_thread()
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    config = config_params if config is None else config
+    in_args = getattr(args, "deepspeed_config", None)
+    if in_args is not None:
+        assert config is None, "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
+        config = in_args
+    assert config is not None, "DeepSpeed requires --deepspeed_config to specify configuration file, or initialize(config=...)"
+    return config
+
+
+def _initialize(
+    args: Any, model: nn.Module, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
+    collate_fn: Callable | None, given: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+    group = None if mpu is None else mpu.get_data_parallel_group()
+    config = DeepSpeedConfig(given, mpu, world_size=_world_size(group))
+    device, local_rank = _device(args)
+    if "_zeroshard" in model.__dict__:  # of an engine before this one
+        api.close(model)
+    leaf_modules.apply_config(model, config)
+    _move(model, device)
+    activation.apply_config(model, config, mpu)
+    basic = _basic_optimizer(model, optimizer, model_parameters, config)
+    options = shard_options(config)
+    if basic is None:
+        options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
+        options["stage"] = 3 if options["stage"] == 3 else 0
+    api.shard(model, basic, comm=group, **options)
+    config.say_notes()
+    known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": MonitorMaster(config.monitor_config)}
+    engine = DeepSpeedEngine(model, basic, config, **known)
+    if runtime_of(model).config.row.parameter.value == "sharded":
+        partition.mark(model, config)
+    engine.lr_scheduler = _scheduler(lr_scheduler, engine, config)
+    if training_data is not None:
+        engine.training_dataloader = deepspeed_io(engine, training_data)
+    if config.disable_python_gc:
+        engine._gc_was_on = gc.isenabled()
+        gc.disable()
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _world_size(group: Any) -> int:
+    return backend_select.rank_and_size()[1] if group is None else dist.get_world_size(group)
+
+
+def _device(args: Any) -> tuple[torch.device, int]:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    in_args = getattr(args, "local_rank", None)
+    if in_args is not None and in_args >= 0 and in_args != local_rank:
+        raise AssertionError(f"Mismatch in local rank setting, args.local_rank={in_args} but env['LOCAL_RANK']={local_rank}.")
+    if in_args is not None:
+        args.local_rank = local_rank
+    if not torch.cuda.is_available():
+        return torch.device("cpu"), local_rank
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank), local_rank
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    if device.type != "cpu" and not any(param.is_meta for param in model.parameters()):
+        model.to(device)
+
+
+def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, config: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer to be sharded: the client's, what its callable makes, or the configuration's."""
+    if optimizer is None and config.optimizer_name is None:
+        return None
+    parameters = _parameters(model, model_parameters)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        basic = optimizer
+    elif optimizer is not None:
+        if not callable(optimizer):
+            raise AssertionError(f"Client Optimizer is of unexpected type {type(optimizer)}")
+        basic = optimizer(parameters)
+    else:
+        return build_optimizer(config, parameters)
+    offload = config.zero_config.offload_optimizer
+    if offload is not None and offload.device in ("cpu", "nvme") and config.zero_force_ds_cpu_optimizer and _is_torchs(basic):
+        raise ZeRORuntimeException(
+            f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
+            'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
+        )
+    basic.param_groups[:] = [entry for entry in basic.param_groups if entry["params"]]
+    return basic
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return not type(optimizer).__module__.startswith("zeroshard")
+
+
+def _parameters(model: nn.Module, given: Any) -> list[Any]:
+    if given is None:
+        return [param for param in model.parameters() if param.requires_grad]
+    given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else list(given.parameters())
+    return [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
+
+
+def _scheduler(given: Any, engine: DeepSpeedEngine, config: Any) -> Any:
+    if given is not None and not hasattr(given, "step") and callable(given):
+        return given(engine.basic_optimizer)
+    if given is None and config.scheduler_name is not None and engine.basic_optimizer is not None:
+        return schedule_from_config(config.scheduler_name, config.scheduler_params, engine.basic_optimizer)
+    return given
+
+
+def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:
+    """Micro-batches of this rank (`engine.deepspeed_io`)."""
+    route = options.pop("route", "train")
+    options = {"num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None}
+    return DeepSpeedDataLoader(
+        dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,
+        collate_fn=options.pop("collate_fn", engine.collate_fn), drop_last=engine.dataloader_drop_last(), shuffle=route == "train",
+        **options,
+    )  # fmt: skip
+
+
+DeepSpeedEngine.deepspeed_io = deepspeed_io  # type: ignore[attr-defined]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """--deepspeed and --deepspeed_config, as scripts of DeepSpeed have them."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed (for user code; no effect here)")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
+    return parser
+
+
+def without_engine(*args: Any, **kwargs: Any) -> Any:
+    """init_inference and its like."""
+    logger.error("zeroshard trains: use an inference engine with weights of engine.save_16bit_model().")
+    raise NotImplementedError("deepspeed.init_inference: not served; export the weights and use an inference engine.")

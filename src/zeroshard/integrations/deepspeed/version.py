@@ -1,0 +1,8 @@
+"""The version that `deepspeed` shows."""
+
+from . import VERSION
+
+TEXT = VERSION
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
+UNKNOWN = None
+ALLREDUCE_NUMEL = 500_000_000

@@ -1,0 +1,103 @@
+"""How `import deepspeed` finds zeroshard, and what the interface says of what it lacks."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+import zeroshard.deepspeed as deepspeed
+from zeroshard.integrations.deepspeed.door import _PATHS
+from zeroshard.integrations.deepspeed.install import SITE, child_environment
+from zeroshard.integrations.deepspeed.surface import SURFACE
+
+
+@pytest.mark.parametrize("path", sorted(SURFACE))
+def test_every_name_of_the_table_is_there(path):
+    module = importlib.import_module(f"zeroshard.deepspeed.{path}" if path else "zeroshard.deepspeed")
+    for name in SURFACE[path]:
+        getattr(module, name)
+    assert set(SURFACE[path]) <= set(dir(module))
+
+
+def test_submodules_are_attributes():
+    assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    for path in _PATHS:
+        assert path.partition(".")[0] in dir(deepspeed)
+
+
+def test_a_missing_name_says_what_to_use():
+    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no init_inference. It trains"):
+        deepspeed.init_inference  # noqa: B018
+    with pytest.raises(ImportError, match="zeroshard.deepspeed has no tp_model_init. Use torch"):
+        from zeroshard.deepspeed import tp_model_init  # noqa: F401
+    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no runtime.engine.NoSuch"):
+        deepspeed.runtime.engine.NoSuch  # noqa: B018
+    assert not hasattr(deepspeed, "no_such_thing")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("zeroshard.deepspeed.no_such_module")
+
+
+def test_names_can_be_assigned():
+    module = importlib.import_module("zeroshard.deepspeed.runtime.engine")
+    module.SOMETHING = 3
+    assert deepspeed.runtime.engine.SOMETHING == 3
+    del module.SOMETHING
+
+
+def _run(code, *arguments, install=False, **environment):
+    prefix = "import zeroshard.deepspeed; zeroshard.deepspeed.install()\n" if install else ""
+    environment = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, *(arguments or ("-c", prefix + code))], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+ASK = """
+import importlib.metadata, importlib.util, sys
+print(importlib.util.find_spec("deepspeed").origin is not None, importlib.metadata.version("deepspeed"))
+import deepspeed, deepspeed.runtime.engine as engine
+from deepspeed.runtime.engine import DeepSpeedEngine
+import zeroshard.deepspeed
+print(deepspeed is zeroshard.deepspeed, engine is zeroshard.deepspeed.runtime.engine, importlib.util.find_spec("deepspeed") is not None)
+"""
+
+
+def test_installed_in_this_process_and_its_children():
+    import torch  # noqa: F401
+    expected = ["True", "0.19.8+zeroshard", "True", "True", "True"]
+    assert _run(ASK, install=True) == expected
+    assert _run(ASK, **child_environment()) == expected
+    child = f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {ASK!r}], capture_output=True, text=True).stdout)"
+    assert _run(child, install=True) == expected
+
+
+def test_install_comes_first():
+    code = """
+import sys, types
+import zeroshard.deepspeed
+sys.modules["{name}"] = types.ModuleType("{name}")
+try:
+    zeroshard.deepspeed.install()
+except Exception as error:
+    print(type(error).__name__, "{name}" in str(error))
+"""
+    for name in ("transformers", "accelerate", "deepspeed"):
+        assert _run(code.format(name=name)) == ["ConfigError", "True"]
+    again = "zeroshard.deepspeed.install(); import deepspeed, sys, types; sys.modules['accelerate'] = sys; zeroshard.deepspeed.install(); print('fine')"
+    assert _run(again, install=True) == ["fine"]
+
+
+def test_a_script_unchanged(tmp_path):
+    script = tmp_path / "train.py"
+    (tmp_path / "beside.py").write_text("VALUE = 7\n")
+    script.write_text("import sys, deepspeed, beside\nprint(deepspeed.__version__, sys.argv[1:], beside.VALUE, __name__)\n")
+    expected = ["0.19.8+zeroshard", "['--local_rank=0']", "7", "__main__"]
+    assert _run("", "-m", "zeroshard.deepspeed", str(script), "--local_rank=0") == expected
+    assert _run("", "-m", "zeroshard.deepspeed", "-m", "train", "--local_rank=0", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}") == expected
+
+
+def test_the_folder_is_complete():
+    assert (SITE / "deepspeed" / "__init__.py").exists()
+    assert "Version: 0.19.8+zeroshard" in next(SITE.glob("deepspeed-*.dist-info/METADATA")).read_text()
