@@ -228,14 +228,14 @@ _CONFIG_KINDS = {
     "units": _Kind("'auto', 'model', 'leaf', a tuple of classes or names, or a function (name, module) -> bool", _are_units),
     "max_grad_norm": _LENGTH,
     "stall_timeout_s": _SECONDS,
-    **dict.fromkeys(("min_unit_numel", "delayed_update"), _COUNT),
+    **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
     **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
-    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
+    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory", "consecutive_hysteresis"), _BOOL),
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
     "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
     "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
-    "initial_loss_scale": _Kind("a number above 0", _is_scale),
-    **dict.fromkeys(("loss_scale_window", "max_skipped_steps"), _POSITIVE),
+    **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), _Kind("a number above 0", _is_scale)),
+    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis", "max_skipped_steps"), _POSITIVE),
     "offload_path": _FOLDER,
 }  # fmt: skip
 
@@ -279,6 +279,10 @@ class Config:
                       (rotary tables need fp32; a table that is added to activations must be cast).
     loss_scale:       fp16: "dynamic" or a fixed number above 0.
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
+    loss_scale_delay: fp16: this many good steps at the start, and after each overflow, do not count for the window.
+    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by this many-th overflow, and by each from there on;
+                      counting begins again when the scale doubles, with consecutive_hysteresis after every good step.
+    min_loss_scale:   fp16: the dynamic scale is not halved below it.
     max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
     keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
@@ -315,6 +319,10 @@ class Config:
     loss_scale: str | float = "dynamic"
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 2000
+    loss_scale_delay: int = 0
+    loss_scale_hysteresis: int = 1
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 2.0**-14
     max_skipped_steps: int = 50
     map_shared: bool = True
     keep_host_memory: bool = True

@@ -28,8 +28,8 @@ CONFIG = {
     "max_unit_numel": {"0", "inf"}, "max_live_parameters": {"0", "inf"}, "prefetch_nbytes": {"0", "inf"}, "prefetch_bucket_size": {"0", "inf"},
     "min_unit_numel": {"0"},
     "delayed_update": {"0"},
-    "loss_scale": {"half"}, "initial_loss_scale": {"half"},
-    "loss_scale_window": set(), "max_skipped_steps": set(),
+    "loss_scale": {"half"}, "initial_loss_scale": {"half"}, "min_loss_scale": {"half"},
+    "loss_scale_window": set(), "loss_scale_hysteresis": set(), "max_skipped_steps": set(), "loss_scale_delay": {"0"},
     "stage": {"0"},
 }  # fmt: skip
 OFFLOAD = {"ratio": {"0", "half"}, "buffer_count": set(), "buffer_nbytes": set()}

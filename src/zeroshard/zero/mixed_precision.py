@@ -12,22 +12,47 @@ from ..config import Config
 
 
 class LossScaler:
-    """The loss scale: fixed, or dynamic (halved on overflow, doubled after `window` good steps)."""
+    """The loss scale: fixed, or dynamic, halved by overflows and doubled after `loss_scale_window` good steps.
 
-    def __init__(self, scale: float, dynamic: bool, window: int) -> None:
-        self.scale, self.dynamic, self.window = scale, dynamic, window
-        self.good_steps = 0
+    good_steps: since the last change or overflow; below 0 while they do not count yet (loss_scale_delay).
+    patience:   the scale is halved by the overflow that finds 1.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.dynamic = config, config.loss_scale == "dynamic"
+        self.scale = config.initial_loss_scale if self.dynamic else float(config.loss_scale)
+        self.good_steps, self.patience = -config.loss_scale_delay, config.loss_scale_hysteresis
 
     def update(self, overflow: bool) -> None:
         """Note one step; every rank must pass the same value."""
+        config = self.config
         if not self.dynamic:
             return
         if overflow:
-            self.scale, self.good_steps = max(self.scale / 2, 2.0**-14), 0
+            if self.patience > 1:
+                self.patience -= 1
+            else:
+                self.scale = max(self.scale / 2, config.min_loss_scale)
+            self.good_steps = -config.loss_scale_delay
             return
         self.good_steps += 1
-        if self.good_steps == self.window:
+        grows = self.good_steps == config.loss_scale_window
+        if grows:
             self.scale, self.good_steps = self.scale * 2, 0
+        if grows or config.consecutive_hysteresis:
+            self.patience = config.loss_scale_hysteresis
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint. Of patience only what is not that of the start."""
+        spent = {} if self.patience == self.config.loss_scale_hysteresis else {"patience": self.patience}
+        return {"scale": self.scale, "good_steps": self.good_steps, **spent}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`. A fixed scale stays that of the configuration."""
+        if self.dynamic:
+            self.scale, self.good_steps = state["scale"], state["good_steps"]
+            hysteresis = self.config.loss_scale_hysteresis
+            self.patience = min(state.get("patience", hysteresis), hysteresis)
 
 
 class Progress:
@@ -37,9 +62,7 @@ class Progress:
         self.steps = 0
         self.scaler: LossScaler | None = None
         if config.precision == "fp16":
-            dynamic = config.loss_scale == "dynamic"
-            scale = config.initial_loss_scale if dynamic else float(config.loss_scale)
-            self.scaler = LossScaler(scale, dynamic, config.loss_scale_window)
+            self.scaler = LossScaler(config)
 
     @property
     def loss_scale(self) -> float:
@@ -54,11 +77,10 @@ class Progress:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint (docs/checkpoint-format.md, zeroshard.state)."""
-        scaler = self.scaler
-        return {"steps": self.steps, "scaler": None if scaler is None else {"scale": scaler.scale, "good_steps": scaler.good_steps}}
+        return {"steps": self.steps, "scaler": None if self.scaler is None else self.scaler.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. A fixed loss scale stays that of the configuration."""
+        """The inverse of `state`."""
         self.steps = state["steps"]
-        if self.scaler is not None and self.scaler.dynamic and state["scaler"] is not None:
-            self.scaler.scale, self.scaler.good_steps = state["scaler"]["scale"], state["scaler"]["good_steps"]
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load(state["scaler"])

@@ -1,0 +1,429 @@
+"""Every key of a DeepSpeed configuration (0.19.8, and those that older templates carry), as data: what becomes of it here.
+
+    honoured   it changes what is computed, kept, saved or reported
+    noted      it is taken; where it is not the default, one sentence says why nothing follows from it. Results do not depend on it
+    refused    nothing would do what it asks: its name and the remedy are raised, unless it is switched off or the default
+
+`KEYS` maps the whole name ("zero_optimization.stage") to its row; `table()` gives the rows for a document. ds_config.py reads
+by it, sections.py builds typed sections from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+
+class Treatment(Enum):
+    """What becomes of a key; see the head of this file."""
+
+    HONOURED = "honoured"
+    NOTED = "noted"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    name:    whole, with dots. aliases: other names of it in the same section.
+    default: of DeepSpeed 0.19.8; None also where it has none.
+    kind:    how a typed section reads a value (sections.READERS); "any" in the others, which DeepSpeed does not check.
+    text:    honoured: what it does; noted: the sentence; refused: the remedy.
+    option:  honoured: the option of zs.shard that it sets, where it sets one.
+    is_on:   refused: whether a value asks for something.
+    fits:    noted: values beside the default that ask for what is so in any case.
+    """
+
+    name: str
+    default: Any
+    kind: str
+    treatment: Treatment
+    text: str
+    option: str | None = None
+    aliases: tuple[str, ...] = ()
+    is_on: Callable[[Any], bool] = bool
+    fits: tuple = ()
+
+    @property
+    def field(self) -> str:
+        """Its name in its section."""
+        return self.name.rpartition(".")[2]
+
+
+def is_on(value: object) -> bool:
+    """Whether a section or switch asks for anything: templates carry `"enabled": false`, {} and None for 'off'."""
+    if not isinstance(value, Mapping):
+        return bool(value) and value != "auto"
+    if "enabled" in value:
+        return is_on(value["enabled"])
+    parts = [is_on(part) for part in value.values() if isinstance(part, Mapping)]
+    return any(parts) if parts else bool(value)
+
+
+def _several(value: object) -> bool:
+    """Of a number of ranks: more than one."""
+    return isinstance(value, (int, float)) and value > 1
+
+
+def _tensor_parallel(section: object) -> bool:
+    if not isinstance(section, Mapping):
+        return is_on(section)
+    inner = section.get("tensor_parallel") or section.get("tp") or {}
+    return _several(section.get("autotp_size")) or _several(inner.get("tp_size"))
+
+
+def _H(name: str, default: Any, text: str, kind: str = "any", option: str | None = None, aliases: tuple = ()) -> Key:
+    return Key(name, default, kind, Treatment.HONOURED, text, option, aliases)
+
+
+def _N(name: str, default: Any, text: str, kind: str = "any", aliases: tuple = ()) -> Key:
+    return Key(name, default, kind, Treatment.NOTED, text, None, aliases)
+
+
+def _R(name: str, default: Any, text: str, kind: str = "any", on: Callable[[Any], bool] = is_on) -> Key:
+    return Key(name, default, kind, Treatment.REFUSED, text, is_on=on)
+
+
+def _stage3(key: Key) -> Key:
+    """A key that has its name with and without "stage3_"."""
+    return replace(key, aliases=("stage3_" + key.name,))
+
+
+def _whole_section(name: str, text: str, keys: Mapping[str, Any], on: Callable[[Any], bool] = is_on) -> Iterator[Key]:
+    """A section that is refused as a whole when it is on, and the keys in it, which mean nothing without it."""
+    yield _R(name, None, text, on=on)
+    for key, default in keys.items():
+        yield _R(f"{name}.{key}", default, f"of {name}: {text}", on=on)
+
+
+_SAME = "results are the same"
+_TOP = (
+    _H("train_batch_size", None, "samples a step on all ranks: micro batch x accumulation x ranks"),
+    _H("train_micro_batch_size_per_gpu", None, "samples a rank and micro batch"),
+    _H("gradient_accumulation_steps", None, "micro batches a step"),
+    _H("managed_gradient_accumulation", True, "false: every step() updates, the caller scales the loss"),
+    _H("optimizer", None, "built where initialize() is given none"),
+    _H("optimizer.type", None, "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, or a class of torch.optim; others are refused by name"),
+    _H("optimizer.params", None, "arguments of the class"),
+    *(_H(f"optimizer.params.{name}", value, "argument of the class") for name, value in {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "amsgrad": False}.items()),
+    _H("optimizer.params.adam_w_mode", True, "Adam: decoupled weight decay"),
+    _H("optimizer.params.bias_correction", True, "Adam: only true is taken"),
+    _N("optimizer.params.torch_adam", False, "Adam is torch's in any case"),
+    _N("optimizer.params.foreach", None, "shards are stepped as flat stretches, whichever loop that is"),
+    _N("optimizer.params.set_grad_none", True, "zero_grad() decides"),
+    _N("optimizer.params.fp32_optimizer_states", True, "states have the dtype of the masters, fp32 unless bf16_master_weights_and_grads"),
+    _R("optimizer.params.max_grad_norm", None, "set gradient_clipping at the top level instead"),
+    *(_R(f"optimizer.params.{name}", value, "of the optimizer Muon, which is refused: pass an optimizer to initialize(optimizer=...)")
+      for name, value in {"muon_lr": None, "adam_lr": None, "ns_method": "gram", "per_head_muon": None}.items()),
+    _N("optimizer.legacy_fusion", False, "there are no fused kernels to choose from"),
+    _H("scheduler", None, "built where initialize() is given none"),
+    _H("scheduler.type", None, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
+    _H("scheduler.params", None, "arguments of the class"),
+    *(_H(f"scheduler.params.{name}", value, "argument of the class") for name, value in {
+        "last_batch_iteration": -1, "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
+        "lr_range_test_staircase": False, "cycle_min_lr": None, "cycle_max_lr": None, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
+        "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
+        "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0, "warmup_min_lr": 0.0,
+        "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log", "total_num_steps": None, "warmup_min_ratio": 0.0,
+        "cos_min_ratio": 1e-4}.items()),
+    _H("gradient_clipping", 1.0, "bound of the global norm; 0: none", option="max_grad_norm"),
+    _N("prescale_gradients", False, f"gradients are summed in fp32, where the order of division is no matter: {_SAME}"),
+    _N("gradient_predivide_factor", 1.0, f"gradients are summed in fp32, where the order of division is no matter: {_SAME}"),
+    _H("gradient_allreduce_op", "mean", '"sum": gradients are added up over ranks, stages 0 to 2'),
+    _H("communication_data_type", None, "fp32, fp16 or bf16: dtype in which gradients are sent (sums are fp32)", option="reduce_dtype"),
+    _N("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
+    _H("data_types", None, "below"),
+    _H("data_types.grad_accum_dtype", None, "dtype in which gradients rest and accumulate; fp32 where it is not given", option="gradient_dtype"),
+    _H("data_types.param_dtype", None, "must be that of the enabled precision"),
+    _H("data_types.buffer_dtype", None, "floating-point buffers are cast to it; they stay as they are where it is not given"),
+    _H("data_types.keep_in_fp32_modules", "auto", "patterns of buffers that stay fp32 where others are cast"),
+    _H("zero_allow_untested_optimizer", False, "false: a class that DeepSpeed does not list is not taken"),
+    _H("zero_force_ds_cpu_optimizer", True, "true: with offload, a torch optimizer of the script's own is not taken"),
+    _H("steps_per_print", None, "a line in the log every so many steps; inf: never"),
+    _N("wall_clock_breakdown", False, "no timers are printed: see zs.report and torch.profiler"),
+    _N("memory_breakdown", False, "memory is not printed step by step: zs.report(model) gives bytes by category"),
+    _H("dump_state", False, "logs the configuration once"),
+    _N("disable_allgather", False, "DeepSpeed does not read it either"),
+    _N("disable_python_gc", False, "the garbage collector is left as it is: call gc.disable() for the same"),
+    _H("dataloader_drop_last", False, "of training_data="),
+    _H("log_level", None, "level of the package's logger"),
+    _N("vocabulary_size", None, "a hint about alignment"),
+    *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of the data-parallel ranks",
+         on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
+    _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
+)  # fmt: skip
+
+_QUANTIZED = "values would be sent with fewer bits, which is not there yet: leave it out, and set communication_data_type for fewer bytes"
+_ZERO = (
+    _H("stage", 0, "0: replicated, 1: optimizer states, 2: gradients, 3: parameters are sharded", "stage", "stage"),
+    _N("contiguous_gradients", True, f"gradients are always in flat buffers: {_SAME}", "bool"),
+    _N("reduce_scatter", True, f"each rank always gets its own shard: {_SAME}", "bool"),
+    _N("reduce_bucket_size", 500_000_000, f"units (blocks of the model) are reduced, not buckets: {_SAME}", "positive"),
+    _N("allgather_bucket_size", 500_000_000, f"units are gathered, not buckets: {_SAME}", "count"),
+    _N("allgather_partitions", True, f"parameters are always gathered at once: {_SAME}", "bool"),
+    _N("use_multi_rank_bucket_allreduce", True, f"there are no buckets: {_SAME}", "bool"),
+    replace(_N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool"), fits=(True,)),
+    _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown", "bool"),
+    _H("load_from_fp32_weights", True, "false: masters are made from the 16-bit weights of a checkpoint", "bool"),
+    _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
+    _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),
+    _H("offload_param", None, "below", "offload_param", "offload_param"),
+    *_whole_section("zenflow", "leave it out, and keep offload_optimizer; zs.shard(delayed_update=...) hides the host's update", {
+        "topk_ratio": 0.1, "select_strategy": "auto", "select_interval": "auto", "update_interval": "auto", "overlap_step": False,
+        "offload": False, "auto_ratio": 0.99, "full_warm_up_rounds": 0, "pt_reserved_cores_perc": 0.5, "steps_per_epoch": None}),
+    _N("sub_group_size", 1_000_000_000, f"the host steps in pieces of its own size: {_SAME}", "count"),
+    _H("cpu_offload", None, 'deprecated: offload_optimizer {"device": "cpu"}', "bool", "offload_optimizer"),
+    _H("cpu_offload_param", None, 'deprecated: offload_param {"device": "cpu"}', "bool", "offload_param"),
+    _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"),
+    _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count", "prefetch_bucket_size")),
+    _stage3(_H("param_persistence_threshold", 100_000, "parameters below it count as persistent (param.ds_persist)", "count")),
+    _stage3(_H("model_persistence_threshold", sys.maxsize, "elements that may be persistent together", "count")),
+    _stage3(_H("max_live_parameters", 1_000_000_000, "bounds the next one", "count", "max_live_parameters")),
+    _stage3(_H("max_reuse_distance", 1_000_000_000, "a unit stays gathered from forward to backward if at most so many elements are gathered in "
+               "between, where one of the two is given", "count", "max_live_parameters")),
+    _stage3(_H("gather_16bit_weights_on_model_save", False, "save_16bit_model writes whole weights at stage 3", "bool")),
+    _stage3(_N("module_granularity_threshold", 0, f"units are the blocks that repeat in the model: {_SAME}", "whole")),
+    _stage3(_N("use_all_reduce_for_fetch_params", False, f"a choice of traffic: {_SAME}", "bool")),
+    _stage3(_N("allgather_sequential", False, f"a choice of traffic: {_SAME}", "bool")),
+    _H("stage3_gather_fp16_weights_on_model_save", None, "deprecated: gather_16bit_weights_on_model_save", "bool"),
+    _H("ignore_unused_parameters", True, "false (stage 2): a parameter without a gradient is an error", "bool"),
+    _R("legacy_stage1", False, "leave it out: stage 1 is one thing here", "bool"),
+    _N("round_robin_gradients", False, f"ownership of gradients follows the flat layout: {_SAME}", "bool"),
+    _N("parameter_alignment", False, f"flat buffers are aligned already: {_SAME}", "bool"),
+    _R("zero_hpz_partition_size", 1, "a second copy of the parameters per machine is not there yet: leave it out", "count", _several),
+    *(_R(name, False, _QUANTIZED, "bool") for name in
+      ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")),
+    _N("memory_efficient_linear", True, f"torch.nn.functional.linear is left alone: {_SAME}", "bool"),
+    _N("pipeline_loading_checkpoint", False, "ranks read only what they keep, so they need not take turns", "bool"),
+    _N("override_module_apply", True, "Module.apply under zero.Init sees whole parameters in any case", "bool"),
+    _N("log_trace_cache_warnings", False, "there is no trace cache to warn about", "bool"),
+    _N("enable_sanity_checks", False, "checks are always on", "bool"),
+    _N("save_muon_momentum_buffer_in_memory", False, "states rest where offload_optimizer says", "bool"),
+    _H("leaf_module", None, "below", "leaf_module"),
+    _H("leaf_module.classes", ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+                               "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+                               "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"), "classes gathered whole", "texts"),
+    _H("leaf_module.names", (), "modules gathered whole, by name", "texts"),
+    _H("leaf_module.name_suffixes", (), "modules gathered whole, by the end of their name", "texts"),
+    _R("mics_shard_size", -1, "leave it out, and pass a process group of that many ranks", on=_several),
+    _R("mics_hierarchical_params_gather", False, "leave it out"),
+    _R("zeropp_loco_param", None, "leave it out"),
+)  # fmt: skip
+
+_PIN = "page-locked host memory where there is a GPU"
+_OFFLOAD_PARAM = (
+    _H("device", "none", '"none", "cpu" or "nvme" (stage 3)', "device", "offload_param"),
+    _H("nvme_path", None, "folder on a local disk", "path", "offload_param"),
+    _N("buffer_count", 5, f"buffers have a size of their own: {_SAME}", "count"),
+    _N("buffer_size", 100_000_000, f"buffers have a size of their own: {_SAME}", "count"),
+    _N("max_in_cpu", 1_000_000_000, f"parameters on disk pass through the host in buffers: {_SAME}", "count"),
+    _H("pin_memory", True, _PIN, "bool", "offload_param"),
+)
+_OFFLOAD_OPTIMIZER = (
+    _H("device", "none", '"none", "cpu" or "nvme" (stages 1 to 3)', "device", "offload_optimizer"),
+    _H("nvme_path", None, "folder on a local disk", "path", "offload_optimizer"),
+    _N("buffer_count", 4, f"buffers have a number of their own: {_SAME}", "count"),
+    _H("pin_memory", True, _PIN, "bool", "offload_optimizer"),
+    _N("pipeline_read", False, f"reads always run beside the update: {_SAME}", "bool"),
+    _N("pipeline_write", False, f"writes always run beside the update: {_SAME}", "bool"),
+    _N("fast_init", False, "states are made where they rest", "bool"),
+    _H("ratio", 1.0, "stage 3: this share of the states is offloaded", "fraction", "offload_optimizer"),
+    _R("super_offload", False, "leave it out: device cpu steps with all cores", "bool"),
+    _N("cpuadam_cores_perc", 0.8, "torch.set_num_threads says how many threads step", "fraction"),
+)
+_FP16 = (
+    _H("enabled", False, "parameters and activations in fp16", "bool", "precision"),
+    _H("loss_scale", 0.0, "a fixed scale; 0: dynamic", "scale", "loss_scale"),
+    _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "whole", "initial_loss_scale"),
+    _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
+    _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
+    _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool", "consecutive_hysteresis"),
+    _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
+    _H("auto_cast", False, "inputs are cast to fp16", "bool"),
+    _H("fp16_master_weights_and_grads", False, "no fp32 masters, gradients rest in fp16", "bool", "master_weights"),
+)
+_BF16 = (
+    _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
+    _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
+    _N("check_grad_overflow", True, "steps with non-finite gradients are skipped in any case", "bool"),
+    _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
+    _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
+)
+_WATCHED = (_H("enabled", False, "writes loss, learning rate and loss scale", "bool"),)
+_WRITTEN = (
+    *_WATCHED,
+    _H("output_path", "", "folder", "text"),
+    _H("job_name", "DeepSpeedJobName", "folder in that folder", "text"),
+)
+_OTHERS: dict[str, tuple[Key, ...]] = {
+    "torch_autocast": (
+        _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
+        _H("dtype", None, "of torch.autocast"),
+        _H("lower_precision_safe_modules", None, "classes whose gradients are sent in that dtype"),
+    ),
+    "activation_checkpointing": (
+        _N("partition_activations", False, "activations are partitioned over model-parallel ranks, of which there are none"),
+        _H("cpu_checkpointing", False, "deepspeed.checkpointing keeps its inputs in host memory"),
+        _N("number_checkpoints", None, "nothing is laid out in advance"),
+        _N("contiguous_memory_optimization", False, f"a layout of buffers: {_SAME}"),
+        _N("synchronize_checkpoint_boundary", False, f"nothing has to wait there: {_SAME}"),
+        _N("profile", False, "no timers are printed: see torch.profiler"),
+    ),
+    "aio": (
+        *(_N(name, value, f"zs.io has depths and sizes of its own: {_SAME}") for name, value in {
+            "block_size": 1048576, "queue_depth": 8, "intra_op_parallelism": 1, "single_submit": False, "overlap_events": True,
+            "thread_count": 1}.items()),
+        _R("use_gds", False, "leave it out: files are read through host memory"),
+    ),
+    "checkpoint": (
+        _H("tag_validation", "Warn", "Ignore, Warn or Fail where tags differ between ranks"),
+        _N("load_universal", False, "every checkpoint loads at any number of ranks"),
+        _N("use_node_local_storage", False, "ranks write into one folder that all of them see"),
+        _H("parallel_write", None, "below"),
+        _N("parallel_write.pipeline_stage", False, "there are no pipeline stages; ranks always write at the same time"),
+        _N("checkpoint_serialization", True, "the format is zeroshard's own"),
+        _H("writer", None, "below"),
+        *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {
+            "type": "FAST", "io_buffer_size": 64 << 20, "io_buffer_double": True, "io_multiplier": 1, "show_statistics": False,
+            "data_parallel": None}.items()),
+        _N("writer.decoupled", False, "save_checkpoint returns when the checkpoint is complete; zs.save(asynchronous=True) does not wait"),
+    ),
+    "tensorboard": _WRITTEN,
+    "csv_monitor": _WRITTEN,
+    "wandb": (
+        _H("enabled", False, "writes loss, learning rate and loss scale where wandb is installed, else refused", "bool"),
+        _H("group", None, "of wandb.init", "text"),
+        _H("team", None, "entity of wandb.init", "text"),
+        _H("project", "deepspeed", "of wandb.init", "text"),
+    ),
+    "timers": (_H("throughput", None, "below"),),
+    "timers.throughput": tuple(_N(name, True, "throughput is not printed: see zs.report", "bool") for name in ("enabled", "synchronized")),
+    "comms_logger": (
+        _N("enabled", False, "zs.report(model) gives bytes and calls", "bool"),
+        _N("prof_all", True, "of comms_logger", "bool"),
+        _N("prof_ops", (), "of comms_logger", "texts"),
+        *(_N(name, False, "of comms_logger", "bool") for name in ("verbose", "debug")),
+    ),
+    "flops_profiler": (
+        _N("enabled", False, "operations are not counted: torch.utils.flop_counter does that"),
+        *(_N(name, value, "of flops_profiler") for name, value in {
+            "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True, "output_file": None}.items()),
+    ),
+    "pipeline": tuple(_N(name, value, "of PipelineModule, which is refused: torch.distributed.pipelining") for name, value in {
+        "stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0, "pipe_partitioned": True,
+        "grad_partitioned": True}.items()),
+}  # fmt: skip
+
+_EXPERTS = (
+    "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern expert_pattern "
+    "router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl row_weighting_impl gate_up_impl "
+    "comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
+    "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
+    "shared_experts_gate_pattern expert_activation"
+)
+_EXPERT_DEFAULTS = {
+    "autoep_size": 1, "expert_tensor_parallel_size": 1, "validate_folding_routing": False, "async_split_plan": False, "use_grouped_mm": True,
+    "disable_triton_grouped_mm": False, "route_scale": 1.0, "score_apply": "auto", "combine_impl": "auto", "row_weighting_impl": "auto",
+    "gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12, "comm_qp_margin": 4, "comm_max_tokens_per_rank": 0,
+    "score_func": "auto", "top_k": "auto", "routed_scaling_factor": "auto",
+}  # fmt: skip
+_TUNING = (
+    "fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size max_train_batch_size "
+    "min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes tuner_type "
+    "tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"
+)
+_TUNING_DEFAULTS = {
+    "fast": True, "results_dir": "autotuning_results", "exps_dir": "autotuning_exps", "overwrite": True, "metric": "throughput",
+    "start_profile_step": 3, "end_profile_step": 5, "mp_size": 1, "min_train_batch_size": 1, "max_train_micro_batch_size_per_gpu": 1024,
+    "min_train_micro_batch_size_per_gpu": 1, "num_tuning_micro_batch_sizes": 3, "tuner_type": "gridsearch", "tuner_early_stopping": 5,
+    "tuner_num_trials": 50,
+}  # fmt: skip
+_COMPRESSION = "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
+_GONE = "DeepSpeed has removed it as well: leave it out"
+_REFUSED = (
+    *_whole_section("tensor_parallel", "leave it out, and see torch.distributed.tensor.parallel", {
+        "dtype": "fp16", "autotp_size": 0, "tp_overlap_comm": False, "vocab_parallel_lm_head": None, "vocab_parallel_ce_backend": "torch",
+        "tensor_parallel": None, "tensor_parallel.tp_size": 1, "tensor_parallel.tp_grain_size": 1, "tensor_parallel.mpu": None,
+        "tensor_parallel.tp_group": None, "injection_policy_tuple": None, "partition_config": None, "partition_config.use_default_specs": None,
+        "partition_config.layer_specs": None, "preset_model": None, "keep_module_on_host": False, "replace_with_kernel_inject": False}, _tensor_parallel),
+    *_whole_section("expert_parallel", "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)",
+                    {"enabled": False, **{name: _EXPERT_DEFAULTS.get(name) for name in _EXPERTS.split()}}),
+    *_whole_section("compile", "leave it out; engine.compile() and torch.compile work", {
+        "deepcompile": False, "passes": None, "free_activation": False, "free_activation_threshold": 10 << 20, "offload_activation": False,
+        "offload_activation_pin_memory": True, "offload_opt_states": False, "offload_parameters": False, "double_buffer": True,
+        "symmetric_memory": False, "autoep_non_moe": False, "debug_log": False, "sync_before_reduce": False, "sync_after_reduce": False,
+        "sync_before_allgather": False, "sync_after_allgather": False, "keep_int_input_tensors": True, "keep_all_input_tensors": False},
+        lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
+    *_whole_section("hybrid_engine", "leave it out, and generate with an inference engine or the model itself under zs.gathered", {
+        "enabled": False, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False, "pin_parameters": True,
+        "tp_gather_partition_size": 8, "enable_cuda_graph": False}),
+    *_whole_section("autotuning", "leave it out; `zeroshard plan` says what fits",
+                    {"enabled": False, **{name: _TUNING_DEFAULTS.get(name) for name in _TUNING.split()}}),
+    *_whole_section("data_efficiency", "leave it out, and give the DataLoader a sampler of your own", {
+        "enabled": False, "seed": 1234, "data_sampling": None, "data_sampling.enabled": False, "data_sampling.num_epochs": 1000,
+        "data_sampling.num_workers": 0, "data_sampling.pin_memory": False, "data_sampling.curriculum_learning": None,
+        **{f"data_sampling.curriculum_learning.{name}": None for name in ("enabled", "data_cluster_path", "curriculum_metrics")},
+        "data_sampling.dynamic_batching": None,
+        **{f"data_sampling.dynamic_batching.{name}": None for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
+        "data_routing": None, "data_routing.enabled": False, "data_routing.random_ltd": None,
+        **{f"data_routing.random_ltd.{name}": None for name in (
+            "enabled", "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order",
+            "random_ltd_schedule", "layer_token_lr_schedule")}}),
+    *_whole_section("datastates_ckpt", "leave it out: checkpoints are written by zs.io", {}),
+    *_whole_section("weight_quantization", "leave it out: quantise the trained weights", {
+        "enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": None, "post_init_quant": None}),
+    *_whole_section("comet", "leave it out; tensorboard, csv_monitor and wandb are there", {
+        "enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "api_key": None, "experiment_name": None,
+        "experiment_key": None, "online": None, "mode": None}),
+    *_whole_section("compression_training", _GONE, dict.fromkeys(_COMPRESSION.split())),
+    _R("amp", None, 'use "bf16", "fp16" or "torch_autocast"'),
+    _R("nebula", None, _GONE),
+    *(_R(name, None, _GONE) for name in (
+        "quantize_training", "sparse_gradients", "eigenvalue", "sparse_attention", "graph_harvesting", "progressive_layer_drop")),
+    _R("elasticity", None, "leave it out, and set the batch sizes; checkpoints load at any number of ranks"),
+    _R("curriculum_learning", None, "leave it out, and order the data in a sampler of your own"),
+)  # fmt: skip
+
+
+def _under(prefix: str, keys: tuple[Key, ...]) -> Iterator[Key]:
+    yield from (replace(key, name=f"{prefix}.{key.name}") for key in keys)
+
+
+def _rows() -> Iterator[Key]:
+    yield from _TOP
+    yield _H("zero_optimization", None, "below")
+    yield from _under("zero_optimization", _ZERO)
+    yield from _under("zero_optimization.offload_param", _OFFLOAD_PARAM)
+    yield from _under("zero_optimization.offload_optimizer", _OFFLOAD_OPTIMIZER)
+    yield _H("fp16", None, "below")
+    yield from _under("fp16", _FP16)
+    yield replace(_H("bf16", None, "below"), aliases=("bfloat16",))
+    yield from _under("bf16", _BF16)
+    for name, keys in _OTHERS.items():
+        if "." not in name:
+            yield _H(name, None, "below")
+        yield from _under(name, keys)
+    yield from _REFUSED
+
+
+KEYS: dict[str, Key] = {key.name: key for key in _rows()}
+ALIASES: dict[str, str] = {  # whole names
+    f"{key.name.rpartition('.')[0]}.{alias}".removeprefix("."): key.name for key in KEYS.values() for alias in key.aliases
+}
+
+
+@functools.cache
+def keys_of(section: str) -> tuple[Key, ...]:
+    """The rows directly in a section; "" for the top level."""
+    return tuple(key for key in KEYS.values() if key.name.rpartition(".")[0] == section)
+
+
+def table() -> list[tuple[str, Any, str, str]]:
+    """(name, default, "honoured" | "noted" | "refused", what that means), in the order of the files' sections; for a document."""
+    return [(key.name, key.default, key.treatment.value, key.text) for key in KEYS.values()]

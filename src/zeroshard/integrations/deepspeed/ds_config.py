@@ -1,0 +1,324 @@
+"""A DeepSpeed configuration, read: `DeepSpeedConfig(config)` from a dict, the path of a JSON file, or urlsafe base64 of JSON.
+
+    read -> examine (refused keys raise, notes are collected) -> typed sections -> batch triangle -> what contradicts itself
+
+Attributes have the names that scripts know from DeepSpeed's class of this name (0.19.8). What becomes of each key is in
+config_keys.py; how it maps to zs.shard in shard_options.py.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .config_keys import KEYS, Treatment, keys_of
+from .sections import (
+    CommsLoggerConfig,
+    CSVConfig,
+    DeepSpeedBF16Config,
+    DeepSpeedConfigError,
+    DeepSpeedFP16Config,
+    DeepSpeedThroughputTimerConfig,
+    DeepSpeedZeroConfig,
+    Section,
+    TensorBoardConfig,
+    WandbConfig,
+    examine,
+)
+
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER, ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adam", "adamw", "adagrad", "lion"
+LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
+MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER = "muadam", "muadamw", "musgd"
+DEEPSPEED_OPTIMIZERS = [
+    ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LAMB_OPTIMIZER, MUADAM_OPTIMIZER, MUADAMW_OPTIMIZER, MUSGD_OPTIMIZER,
+    LION_OPTIMIZER, MUON_OPTIMIZER,
+]  # fmt: skip
+GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING_DEFAULT: float = KEYS[GRADIENT_CLIPPING].default
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
+    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+OFFLOAD_STAGES = {"offload_optimizer": 1, "offload_param": 3}  # the lowest at which these are sharded
+_TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
+
+
+def get_gradient_clipping(config: Mapping[str, Any]) -> float:
+    """The bound of the norm that a configuration asks for; 0: none."""
+    return config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+
+
+def get_bfloat16_config(config: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The section bf16, or bfloat16 as it was called."""
+    return DeepSpeedBF16Config.of(_section(config, "bf16", "bfloat16"))  # type: ignore[return-value]
+
+
+def get_float16_config(config: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """The section fp16."""
+    return DeepSpeedFP16Config.of(_section(config, "fp16"))  # type: ignore[return-value]
+
+
+def _section(config: Mapping[str, Any], *names: str) -> Any:
+    """The first of these sections that is there, or {}."""
+    name = next((name for name in names if config.get(name) is not None), None)
+    if name is not None and not isinstance(config[name], Mapping):
+        raise DeepSpeedConfigError(f"{name}: expected a mapping of keys to values, got {config[name]!r}.")
+    return {} if name is None else config[name]
+
+
+def dtype_of(key: str, name: object) -> torch.dtype | None:
+    """The dtype that a text stands for; None for None."""
+    if name is None or name == "auto":
+        return None
+    dtype = name if isinstance(name, torch.dtype) else DTYPES.get(str(name).lower().removeprefix("torch."))
+    if dtype is None:
+        raise ValueError(f"{key}: expected fp32, fp16 or bf16, got {name!r}.")
+    return dtype
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """ValueError where JSON has a key twice in one object."""
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"the configuration has {', '.join(map(repr, twice))} more than once in one section: keep one of each.")
+    return dict(pairs)
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=_no_duplicates)
+    except json.JSONDecodeError as error:
+        if importlib.util.find_spec("hjson") is None:
+            raise ValueError(f"{source} is not JSON: {error}. Comments and the like (Hjson) need the package hjson.") from None
+        import hjson
+
+        found = hjson.loads(text, object_pairs_hook=_no_duplicates)
+    if not isinstance(found, dict):
+        raise ValueError(f"{source}: expected an object of keys, got {type(found).__name__}.")
+    return found
+
+
+def read_config(config: object) -> dict[str, Any]:
+    """A dict of one's own from a dict, the path of a JSON file, or urlsafe base64 of JSON."""
+    if isinstance(config, Mapping):
+        return copy.copy(dict(config))
+    if isinstance(config, (str, os.PathLike)):
+        if os.path.exists(config):
+            with open(config, encoding="utf-8") as file:
+                return _parse(file.read(), str(config))
+        try:
+            text = base64.urlsafe_b64decode(os.fspath(config)).decode("utf-8")
+            return _parse(text, "the base64 text")
+        except (UnicodeDecodeError, ValueError) as error:
+            if "more than once" in str(error):
+                raise
+    raise ValueError(f"expected a dict, the path of a configuration that exists, or urlsafe base64 of JSON, got {config!r}.")
+
+
+# -- the configuration ---------------------------------------------------------------------------------------------
+
+
+class DeepSpeedConfig:
+    """A configuration, checked.
+
+    config: dict (left as it is), path of a JSON file, or urlsafe base64 of JSON. mpu: asked for the number of data-parallel ranks.
+    world_size: that number; None: mpu's, or that of torch.distributed, or 1.
+    notes: a sentence for each key that has no effect here; `say_notes` says them once.
+
+    Errors: DeepSpeedConfigError for what is refused, ValidationError (a ValueError) for a value or an unknown key of a typed
+    section, AssertionError for batch sizes that do not fit and modes that exclude each other.
+    """
+
+    def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
+        self._param_dict = read_config(config)
+        self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
+        given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
+        self.notes: list[str] = []
+        if isinstance(given.get("zero_optimization"), bool):
+            self.notes.append("zero_optimization as true or false is deprecated: it is read as stage 1 or 0.")
+            given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
+        self.notes += examine(given)
+        self._read_plain(given)
+        self._read_sections(given)
+        self._read_precision(given)
+        self._read_checkpoint(given)
+        self._solve_batch()
+        self._check()
+        self.notes += self.zero_config.notes
+        for name, lowest in OFFLOAD_STAGES.items():
+            section = getattr(self.zero_config, name)
+            if section is not None and section.device != "none" and self.zero_optimization_stage < lowest:
+                self.notes.append(f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}.")
+
+    def _read_plain(self, given: Mapping[str, Any]) -> None:
+        """Keys at the top that are one value."""
+        for key in keys_of(""):
+            if not keys_of(key.name) and key.treatment is not Treatment.REFUSED:
+                setattr(self, key.name, given.get(key.name, key.default))
+        self.communication_data_type = dtype_of("communication_data_type", given.get("communication_data_type"))
+        self.gradient_allreduce_op = str(given.get("gradient_allreduce_op", "mean")).lower()
+        if self.gradient_allreduce_op not in ("mean", "sum"):
+            raise ValueError(f'gradient_allreduce_op: expected "mean" or "sum", got {given["gradient_allreduce_op"]!r}.')
+        self.gradient_clipping = get_gradient_clipping(given) or 0.0
+        for kind in ("optimizer", "scheduler"):
+            section = _section(given, kind)
+            name = section.get("type")
+            setattr(self, f"{kind}_name", name)
+            setattr(self, f"{kind}_params", section.get("params") if name is not None else None)
+        if self.optimizer_name is not None and self.optimizer_name.lower() in DEEPSPEED_OPTIMIZERS:
+            self.optimizer_name = self.optimizer_name.lower()
+        self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
+
+    def _read_sections(self, given: Mapping[str, Any]) -> None:
+        self.zero_config: DeepSpeedZeroConfig = DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))  # type: ignore[assignment]
+        self.zero_optimization_stage: int = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        written = {"tensorboard": TensorBoardConfig, "csv_monitor": CSVConfig, "wandb": WandbConfig}
+        monitors: dict[str, Section] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
+        self.monitor_config = SimpleNamespace(**monitors, enabled=any(m.enabled for m in monitors.values()))  # type: ignore[attr-defined]
+        self.timers_config = DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
+        comms = CommsLoggerConfig.of(_section(given, "comms_logger"))
+        self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
+        self.activation_checkpointing_config = SimpleNamespace(**_with_defaults(given, "activation_checkpointing"))
+        self.flops_profiler_config = SimpleNamespace(**_with_defaults(given, "flops_profiler"))
+        self.aio_config = _with_defaults(given, "aio")
+        self.pipeline = _with_defaults(given, "pipeline")
+
+    def _read_precision(self, given: Mapping[str, Any]) -> None:
+        self.float16_config = get_float16_config(given)
+        self.bfloat16_config = get_bfloat16_config(given)
+        autocast = _with_defaults(given, "torch_autocast")
+        self.torch_autocast_enabled = autocast["enabled"] is True
+        self.torch_autocast_dtype = dtype_of("torch_autocast.dtype", autocast["dtype"])
+        safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
+        if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):
+            raise ValueError(f"torch_autocast.lower_precision_safe_modules: expected a list of class paths, got {safe!r}.")
+        types = _with_defaults(given, "data_types")
+        for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+            dtype_of(f"data_types.{name}", types[name])
+            setattr(self, name, types[name])
+        keep = self.keep_in_fp32_modules = types["keep_in_fp32_modules"]
+        if keep != "auto" and not (isinstance(keep, list) and all(isinstance(name, str) for name in keep)):
+            raise DeepSpeedConfigError(f'data_types.keep_in_fp32_modules: expected "auto" or a list of patterns, got {keep!r}.')
+
+    def _read_checkpoint(self, given: Mapping[str, Any]) -> None:
+        section = _with_defaults(given, "checkpoint")
+        mode = str(section["tag_validation"]).upper()
+        if mode not in _TAG_VALIDATIONS:
+            raise DeepSpeedConfigError(f"checkpoint.tag_validation: expected Ignore, Warn or Fail, got {section['tag_validation']!r}.")
+        self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
+        self.load_universal_checkpoint = section["load_universal"]
+        self.use_node_local_storage = section["use_node_local_storage"]
+        pipelined = (section["parallel_write"] or {}).get("pipeline_stage", False)
+        if pipelined not in (True, False, "auto"):
+            raise DeepSpeedConfigError(f"checkpoint.parallel_write.pipeline_stage: expected true or false, got {pipelined!r}.")
+        self.checkpoint_parallel_write_pipeline = pipelined is True
+        self.checkpoint_config = {**section, "tag_validation": mode}
+
+    # -- what belongs together ---------------------------------------------------------------------------------
+
+    def _solve_batch(self) -> None:
+        """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks: two give the third."""
+        train, micro, steps, ranks = (
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, self.world_size,
+        )  # fmt: skip
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value)):
+                raise DeepSpeedConfigError(f"{name}: expected a whole number, got {value!r}.")
+            assert value is None or value > 0, f"{name}: expected a number above 0, got {value}."
+        assert train is not None or micro is not None, (
+            "train_batch_size or train_micro_batch_size_per_gpu is needed: "
+            "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks."
+        )
+        if steps is None:
+            steps = train // micro // ranks if train is not None and micro is not None else 1
+        micro = train // ranks // steps if micro is None else micro
+        train = micro * steps * ranks if train is None else train
+        assert micro * steps * ranks == train and micro * steps > 0, (
+            "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks does not hold: "
+            f"{train} != {micro} x {steps} x {ranks}. Change one of them, or leave one out."
+        )
+        self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = train, micro, steps
+
+    def _check(self) -> None:
+        """Modes that exclude each other."""
+        fp16, bf16, stage = self.float16_config, self.bfloat16_config, self.zero_optimization_stage
+        assert not (fp16.enabled and bf16.enabled), "fp16.enabled and bf16.enabled: one at most may be true."
+        for section, name in ((fp16, "fp16_master_weights_and_grads"), (bf16, "bf16_master_weights_and_grads"), (bf16, "bf16_optimizer_states")):
+            assert not getattr(section, name) or stage, f"{section.prefix}.{name} needs zero_optimization.stage 1, 2 or 3, got 0."
+        assert not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads, (
+            "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads: set both, or neither."
+        )
+        enabled = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
+        assert self.param_dtype in (None, "auto") or dtype_of("data_types.param_dtype", self.param_dtype) is enabled, (
+            f"data_types.param_dtype is {self.param_dtype}, the enabled precision {enabled}: leave param_dtype out, or enable its section."
+        )
+        if self.gradient_allreduce_op == "sum" and stage == 3:
+            raise ValueError('gradient_allreduce_op "sum" is for stages 0 to 2: at stage 3 use "mean", and scale the loss.')
+        if not self.zero_config.compute_grad_norm and self.gradient_clipping:
+            raise ValueError("zero_optimization.compute_grad_norm false: clipping needs the norm. Set gradient_clipping to 0, or leave it out.")
+        if self.monitor_config.wandb.enabled and importlib.util.find_spec("wandb") is None:
+            raise DeepSpeedConfigError("wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor.")
+
+    # -- saying it ---------------------------------------------------------------------------------------------
+
+    def say_notes(self, rank: int | None = None) -> None:
+        """The notes, on stderr, by rank 0, each once in a process."""
+        if (_rank() if rank is None else rank) != 0:
+            return
+        for note in self.notes:
+            if note not in _said:
+                _said.add(note)
+                print(f"zeroshard: ds_config: {note}", file=sys.stderr)
+
+    def print_user_config(self) -> None:
+        """The configuration as it was given, on stderr."""
+        print(json.dumps(self._param_dict, indent=4, sort_keys=True, default=str), file=sys.stderr)
+
+    def print(self, name: str) -> None:
+        """Every attribute, and the configuration as it was given, on stderr."""
+        for attribute, value in sorted(vars(self).items()):
+            if not attribute.startswith("_"):
+                print(f"{name}.{attribute} = {value}", file=sys.stderr)
+        self.print_user_config()
+
+
+_said: set[str] = set()
+
+
+def _with_defaults(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A section that nothing checks, with the defaults of the keys it lacks."""
+    section = {key: value for key, value in _section(given, name).items() if not (isinstance(value, str) and value == "auto")}
+    return {**{key.field: key.default for key in keys_of(name)}, **section}
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _distributed() else 0
+
+
+def _ranks(mpu: Any, mesh: Any) -> int:
+    """Data-parallel ranks."""
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return mpu.get_data_parallel_world_size()
+    if mesh is not None:
+        return mesh.get_group(mesh_dim="data_parallel").size()
+    return torch.distributed.get_world_size() if _distributed() else 1

@@ -1,0 +1,325 @@
+"""The typed sections of a DeepSpeed configuration: objects with a field for each key of config_keys.KEYS.
+
+Values are read leniently where nothing is lost (5e8, "3"), everything else raises ValidationError, which names the key: an unknown
+one, a fraction where a whole number belongs, a value outside its range. "auto" means 'as by default'.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...errors import did_you_mean
+from .config_keys import ALIASES, KEYS, Key, Treatment, is_on, keys_of
+
+
+class DeepSpeedConfigError(Exception):
+    """A configuration asks for what there is not, or contradicts itself; the message names the key and the remedy."""
+
+
+class ValidationError(ValueError):
+    """A typed section has an unknown key, or a value that is not of its key's kind."""
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Where states rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+_BOOLS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
+_BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    return _BOOLS[str(value).lower() if isinstance(value, str) or value in (0, 1) else value]
+
+
+def _number(value: Any) -> float:
+    """Finite; also from text."""
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def _whole(value: Any) -> int:
+    """Also 5e8 and "500000000", not "5e8"."""
+    if isinstance(value, str):
+        if not re.fullmatch(r"\s*[+-]?\d+\s*", value):
+            raise ValueError
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if _number(value) != int(value):
+        raise ValueError
+    return int(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    """A text or several, each once."""
+    return list(dict.fromkeys(map(str, [value] if isinstance(value, str) else value)))
+
+
+def _within(read: Callable[[Any], Any], low: float, high: float = math.inf) -> Callable[[Any], Any]:
+    def bounded(value: Any) -> Any:
+        if not low <= (number := read(value)) <= high:
+            raise ValueError
+        return number
+
+    return bounded
+
+
+READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "any": ("any value", lambda value: value),
+    "bool": ("true or false", _bool),
+    "whole": ("a whole number", _whole),
+    "count": ("a whole number of at least 0", _within(_whole, 0)),
+    "positive": ("a whole number above 0", _within(_whole, 1)),
+    "stage": ("0, 1, 2 or 3", _within(_whole, 0, 3)),
+    "fraction": ("a number from 0 to 1", _within(_number, 0, 1)),
+    "scale": ("a finite number of at least 0 (0: a dynamic loss scale)", _within(_number, 0)),
+    "text": ("a text", _text),
+    "texts": ("a text or a list of them", _texts),
+    "path": ("a path", Path),
+    "device": ('"none", "cpu" or "nvme"', OffloadDeviceEnum),
+}
+
+
+class Section:
+    """A typed section, from keyword arguments.
+
+    given: names of the fields that were given (not as "auto"). notes: what reading them has to say.
+    """
+
+    prefix: ClassVar[str]
+    sections: ClassVar[dict[str, type[Section]]] = {}  # kind -> class, of the fields that are sections themselves
+
+    def __init__(self, **given: Any) -> None:
+        self.notes: list[str] = []
+        values = self._by_field(given)
+        self._forward(values)
+        self.given = frozenset(values)
+        for key in keys_of(self.prefix):
+            setattr(self, key.field, self._read(key, values[key.field]) if key.field in values else self._default(key))
+        self._check()
+
+    def _by_field(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by the field's own name; unknown names raise."""
+        fields = [key.field for key in keys_of(self.prefix)]
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
+            if field not in fields:
+                raise ValidationError(f"{self.prefix}: unknown key {name!r}.{did_you_mean(name, fields)}")
+            if field in values and values[field] != value:
+                raise ValidationError(f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one.")
+            if not (isinstance(value, str) and value == "auto"):
+                values[field] = value
+        return values
+
+    def _forward(self, values: dict[str, Any]) -> None:
+        """Put the values of deprecated keys where they belong."""
+
+    def _default(self, key: Key) -> Any:
+        kind = self.sections.get(key.kind)
+        if kind is not None:
+            return kind() if key.kind == "leaf_module" else None
+        return self._read(key, key.default)
+
+    def _read(self, key: Key, value: Any) -> Any:
+        if value is None and key.default is None:
+            return None
+        kind = self.sections.get(key.kind)
+        if kind is not None:
+            return value if isinstance(value, kind) else kind.of(value)
+        expected, read = READERS[key.kind]
+        try:
+            return read(value)
+        except (ValueError, TypeError, KeyError, OverflowError):
+            raise ValidationError(f"{key.name}: expected {expected}, got {value!r}.") from None
+
+    def _check(self) -> None:
+        """Raise ValidationError for fields that contradict each other."""
+
+    @classmethod
+    def of(cls, given: Any) -> Section:
+        """From a mapping of keys; None: the defaults."""
+        if given is not None and not isinstance(given, Mapping):
+            raise ValidationError(f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
+        return cls(**(given or {}))
+
+    def model_dump(self) -> dict[str, Any]:
+        """Fields and values, as plain data."""
+        values = {key.field: getattr(self, key.field) for key in keys_of(self.prefix)}
+        return {name: value.model_dump() if isinstance(value, Section) else value for name, value in values.items()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.model_dump().items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.model_dump() == other.model_dump()  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class DeepSpeedZeroOffloadParamConfig(Section):
+    """zero_optimization.offload_param"""
+
+    prefix = "zero_optimization.offload_param"
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(Section):
+    """zero_optimization.offload_optimizer"""
+
+    prefix = "zero_optimization.offload_optimizer"
+    pipeline = property(lambda self: self.pipeline_read or self.pipeline_write)
+
+
+class DeepSpeedZeroLeafModuleConfig(Section):
+    """zero_optimization.leaf_module"""
+
+    prefix = "zero_optimization.leaf_module"
+
+    @classmethod
+    def of(cls, given: Any) -> Section:
+        """TypeError for what is no mapping, as scripts expect."""
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"{cls.prefix}: expected a mapping of classes, names or name_suffixes, got {given!r}.")
+        return super().of(given)
+
+
+class DeepSpeedZeroConfig(Section):
+    """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
+
+    prefix = "zero_optimization"
+    sections: ClassVar[dict[str, type[Section]]] = {
+        "offload_param": DeepSpeedZeroOffloadParamConfig,
+        "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "leaf_module": DeepSpeedZeroLeafModuleConfig,
+    }
+    _DEPRECATED: ClassVar[dict[str, str]] = {
+        "cpu_offload": "offload_optimizer",
+        "cpu_offload_param": "offload_param",
+        "stage3_gather_fp16_weights_on_model_save": "gather_16bit_weights_on_model_save",
+    }
+
+    def _forward(self, values: dict[str, Any]) -> None:
+        for old, new in self._DEPRECATED.items():
+            value = values.pop(old, None)
+            if value is None:
+                continue
+            assert new not in values, f"zero_optimization: {old} is the old name of {new}, which is given too: keep {new}."
+            on = self._read(KEYS[f"{self.prefix}.{old}"], value)
+            values[new] = on if "weights" in old else {"device": "cpu"} if on else None
+            self.notes.append(f"zero_optimization.{old} is deprecated: it is read as {new}.")
+
+    def _check(self) -> None:
+        if self.overlap_comm is None:
+            self.overlap_comm = self.stage == 3
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            raise ValidationError(f"zero_optimization.compute_grad_norm: false needs stage 1 or 2, got stage {self.stage}.")
+        if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1 and self.stage != 3:
+            raise ValidationError(f"zero_optimization.offload_optimizer.ratio: below 1 needs stage 3, got stage {self.stage}.")
+
+
+class DeepSpeedFP16Config(Section):
+    """fp16"""
+
+    prefix = "fp16"
+
+    def _check(self) -> None:
+        if not self.enabled or self.loss_scale:
+            return
+        for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
+            if (value := getattr(self, name)) <= 0:
+                raise ValidationError(f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}.")
+
+
+class DeepSpeedBF16Config(Section):
+    """bf16"""
+
+    prefix = "bf16"
+
+
+class TensorBoardConfig(Section):
+    """tensorboard"""
+
+    prefix = "tensorboard"
+
+
+class CSVConfig(Section):
+    """csv_monitor"""
+
+    prefix = "csv_monitor"
+
+
+class WandbConfig(Section):
+    """wandb"""
+
+    prefix = "wandb"
+
+
+class DeepSpeedThroughputTimerConfig(Section):
+    """timers.throughput"""
+
+    prefix = "timers.throughput"
+
+
+class CommsLoggerConfig(Section):
+    """comms_logger"""
+
+    prefix = "comms_logger"
+
+
+def refuse(key: Key, value: Any) -> None:
+    """Raise for a key that asks for what there is not."""
+    if key.is_on(value) and value != key.default:
+        shown = repr(value) if len(repr(value)) < 60 else "{...}"
+        raise DeepSpeedConfigError(f"{key.name} = {shown} is not supported: {key.text}.")
+
+
+def examine(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Walk through a configuration: refused keys raise; what is to be said about the others, one sentence each.
+
+    Sections that are switched off are passed over.
+    """
+    notes = []
+    section = f"{prefix}." if prefix else ""
+    fields = {key.field for key in keys_of(prefix)}
+    for name, value in config.items():
+        full = ALIASES.get(f"{section}{name}", f"{section}{name}")
+        key = KEYS.get(full)
+        if key is None:
+            notes.append(f"{full} is not a key, and is ignored.{did_you_mean(name, fields)}" if "." not in str(name) else
+                         f"{full} is ignored: write {str(name).rpartition('.')[2]} into the section {str(name).rpartition('.')[0]}.")  # fmt: skip
+        elif key.treatment is Treatment.REFUSED:
+            if prefix != "optimizer.params":  # a script may pass another optimizer: build_optimizer refuses these
+                refuse(key, value)
+        elif isinstance(value, Mapping) and keys_of(full):
+            if "enabled" not in value or is_on(value["enabled"]) or KEYS[f"{full}.enabled"].default:
+                notes += examine(value, full)
+        elif key.treatment is Treatment.NOTED and value not in (None, "auto", *key.fits) and _differs(key, value):
+            notes.append(f"{full} = {value!r} has no effect: {key.text}.")
+    return notes
+
+
+def _differs(key: Key, value: Any) -> bool:
+    """From the default, as it would be read."""
+    try:
+        return READERS[key.kind][1](value) != (None if key.default is None else READERS[key.kind][1](key.default))
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return True  # the section will say what is wrong with it

@@ -1,0 +1,171 @@
+"""From a DeepSpeed configuration to zeroshard: the options of zs.shard, the optimizer it names, and the dtype of buffers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import did_you_mean
+from ...optim.lion import Lion
+from .config_keys import KEYS, Treatment
+from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
+from .sections import DeepSpeedConfigError, Section
+
+# -- zs.shard ------------------------------------------------------------------------------------------------------
+
+
+def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
+    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults."""
+    zero = config.zero_config
+    options: dict[str, Any] = {"stage": zero.stage, **_precision(config)}
+    if config.gradient_clipping > 0:
+        options["max_grad_norm"] = config.gradient_clipping
+    if config.communication_data_type is not None:
+        options["reduce_dtype"] = config.communication_data_type
+    accumulate = dtype_of("data_types.grad_accum_dtype", config.grad_accum_dtype)
+    if accumulate is not None:
+        options["gradient_dtype"] = accumulate
+    if zero.stage == 3:
+        options |= _gathering(config)
+    for name, lowest in OFFLOAD_STAGES.items():
+        section = getattr(zero, name)
+        if section is not None and section.device != "none" and zero.stage >= lowest:
+            options[name] = _offload(section)
+    return options
+
+
+def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
+    fp16, bf16 = config.float16_config, config.bfloat16_config
+    if bf16.enabled:
+        masters = {"master_weights": False, "gradient_dtype": torch.bfloat16} if bf16.bf16_master_weights_and_grads else {}
+        return {"precision": "bf16", **masters}
+    if not fp16.enabled:
+        return {"precision": "fp32"}
+    options: dict[str, Any] = {"precision": "fp16"}
+    if fp16.fp16_master_weights_and_grads:
+        options |= {"master_weights": False, "gradient_dtype": torch.float16}
+    if fp16.loss_scale:
+        return {**options, "loss_scale": fp16.loss_scale}
+    return options | {
+        "loss_scale": "dynamic",
+        "initial_loss_scale": 2.0**fp16.initial_scale_power,
+        "loss_scale_window": fp16.loss_scale_window,
+        "loss_scale_delay": 1,  # DeepSpeed counts good steps from the second one
+        "loss_scale_hysteresis": fp16.hysteresis if config.zero_enabled else 1,  # its optimizers of stage 0 have none
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_loss_scale": float(fp16.min_loss_scale),
+    }
+
+
+def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
+    """How far ahead units are gathered, and how long they are kept, where the configuration says it."""
+    zero, options = config.zero_config, {}
+    if "prefetch_bucket_size" in zero.given:
+        options["prefetch_bucket_size"] = zero.prefetch_bucket_size
+    if zero.given & {"max_live_parameters", "max_reuse_distance"}:
+        options["max_live_parameters"] = min(zero.max_live_parameters, zero.max_reuse_distance)
+    return options
+
+
+def _offload(section: Section) -> dict[str, Any]:
+    """A mapping of zs.Offload's fields. Buffers keep zeroshard's sizes."""
+    offload: dict[str, Any] = {"device": section.device.value, "pin_memory": section.pin_memory}
+    if section.device == "nvme":
+        if section.nvme_path is None:
+            raise DeepSpeedConfigError(f"{section.prefix}: device nvme needs nvme_path, a folder on a local disk.")
+        offload["path"] = str(section.nvme_path)
+    if getattr(section, "ratio", 1.0) < 1:
+        offload["ratio"] = section.ratio
+    return offload
+
+
+# -- the optimizer -------------------------------------------------------------------------------------------------
+
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_OWN = "pass an optimizer to initialize(optimizer=...), or use AdamW, Lion or SGD"
+_REFUSED = {
+    "lamb": "scales each parameter's update by the norms of the whole, which no rank has",
+    "muon": "works on whole matrices, which no rank has",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "is of the package mup"),
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "is removed from DeepSpeed as well"),
+}
+_SET_ASIDE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_none")  # arguments of DeepSpeed's own classes alone
+
+
+def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer that the configuration names, of parameters or groups of them. Defaults are those of DeepSpeed's classes.
+
+    Raises DeepSpeedConfigError for one that is refused or unknown, ValueError for max_grad_norm among its params.
+    """
+    name = config.optimizer_name
+    if name is None:
+        raise DeepSpeedConfigError("optimizer.type is missing: name one, or pass an optimizer to initialize(optimizer=...).")
+    given = {key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")}
+    if "max_grad_norm" in given:
+        raise ValueError("optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level.")
+    low = name.lower()
+    if low in _REFUSED:
+        raise DeepSpeedConfigError(f"optimizer.type {name!r} is not supported: it {_REFUSED[low]}. Instead {_OWN}.")
+    for key in given:
+        row = KEYS.get(f"optimizer.params.{key}")
+        if row is not None and row.treatment is Treatment.REFUSED:
+            raise DeepSpeedConfigError(f"{row.name} is not supported: {row.text}.")
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key not in _SET_ASIDE}
+    if low in ("adam", "adamw"):
+        if not params.pop("bias_correction", True):
+            raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
+        decoupled = low == "adamw" or given.get("adam_w_mode", True)
+        defaults = {} if given.get("torch_adam") else _ADAM
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **{**defaults, **params})
+    if low == "lion":
+        return Lion(parameters, **{**_LION, **params})
+    return _torch_optimizer(name)(parameters, **params)
+
+
+def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """A class of torch.optim, whatever the case of its name."""
+    classes = {
+        attribute: value for attribute, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }  # fmt: skip
+    found = classes.get(name) or {attribute.lower(): value for attribute, value in classes.items()}.get(name.lower())
+    if found is None:
+        raise DeepSpeedConfigError(f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}")
+    return found
+
+
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
+    """Give floating-point buffers the dtype of data_types.buffer_dtype; those that keep_in_fp32_modules matches stay fp32.
+
+    A pattern matches anywhere in a buffer's name, * any characters; "auto": the names that a model of Transformers declares.
+    Without buffer_dtype nothing changes. To be called before zs.shard, which leaves buffers as they are.
+    """
+    dtype = dtype_of("data_types.buffer_dtype", config.buffer_dtype)
+    if dtype is None:
+        return
+    patterns = _kept(config, model)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{prefix}.{name}".removeprefix(".")
+            if buffer.is_floating_point():
+                kept = any(re.search(pattern, full) for pattern in patterns)
+                setattr(module, name, buffer.to(torch.float32 if kept else dtype))
+
+
+def _kept(config: DeepSpeedConfig, model: nn.Module) -> list[str]:
+    """Expressions for the names of buffers that stay in fp32."""
+    if config.keep_in_fp32_modules != "auto":
+        return [name.replace("*", ".*") for name in config.keep_in_fp32_modules]
+    attributes = ["_keep_in_fp32_modules_strict"] + (["_keep_in_fp32_modules"] if config.float16_config.enabled else [])
+    return [
+        (rf"^{re.escape(prefix)}\..*" if prefix else "") + name.replace("*", ".*")
+        for prefix, module in model.named_modules() for attribute in attributes for name in getattr(module, attribute, None) or ()
+    ]  # fmt: skip
