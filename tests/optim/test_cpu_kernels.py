@@ -183,11 +183,23 @@ def test_a_stretch_of_no_elements_counts_its_step():
 
 
 def test_which_optimizers_have_a_kernel():
-    class Derived(torch.optim.AdamW):
-        pass
+    class Derived(torch.optim.AdamW):  # only its defaults, or how it is built, are its own
+        def __init__(self, params, fused=None):
+            super().__init__(params, lr=0.5, fused=fused)
+
+    class Stepping(torch.optim.AdamW):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Starting(zs.Lion):
+        def _init_group(self, *args):
+            raise NotImplementedError
 
     params = [nn.Parameter(torch.zeros(3))]
-    for optimizer in (torch.optim.RMSprop(params), Derived(params), torch.optim.Adam(params, differentiable=True)):
+    assert kernel_for(Derived(params), Derived(params).param_groups[0]) is not None
+    assert matches(Derived(params, fused=True)) and not matches(Derived(params))
+    others = (Stepping(params), Starting(params), torch.optim.Adam(params, differentiable=True))
+    for optimizer in (torch.optim.RMSprop(params), *others):
         assert kernel_for(optimizer, optimizer.param_groups[0]) is None
         assert not matches(optimizer)
     learned = torch.optim.SGD(params, lr=torch.tensor(0.1, requires_grad=True))

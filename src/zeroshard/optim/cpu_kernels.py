@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -247,13 +248,23 @@ _KERNELS = {
 }
 
 
+def _stepping_class(cls: type) -> type | None:
+    """The class of _KERNELS whose step a class has: itself, or the nearest that it derives from and steps as.
+
+    Torch wraps `step` of each class that is built, in its own dictionary: what is compared is inside.
+    """
+    known = next((base for base in cls.__mro__ if base in _KERNELS), None)
+    own = [[unwrap(getattr(c, name, None)) for name in ("step", "_init_group")] for c in (cls, known) if c is not None]
+    return known if own[0] == own[-1] else None
+
+
 def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Kernel | None:
     """The kernel that does what this optimizer's step does with the options (a param_group) given.
 
-    None where there is none: other classes, also derived ones (they may do anything), and steps that autograd records.
-    The caller then runs the optimizer's own class on chunks.
+    None where there is none: other classes, derived ones with a step of their own, and steps that autograd records. The
+    caller then runs the optimizer's own class on chunks.
     """
-    kind = _KERNELS.get(type(optimizer))
+    kind = _KERNELS.get(_stepping_class(type(optimizer)))
     recorded = any(isinstance(value, Tensor) and value.requires_grad for value in options.values())
     if kind is None or options.get("differentiable") or recorded:
         return None
@@ -267,7 +278,7 @@ def matches(optimizer: torch.optim.Optimizer, options: dict[str, Any] | None = N
     """
     groups = optimizer.param_groups if options is None else [options]
     return all(
-        kernel_for(optimizer, group) is not None and (type(optimizer) is Lion or group.get("fused") is True)
+        kernel_for(optimizer, group) is not None and (isinstance(optimizer, Lion) or group.get("fused") is True)
         for group in groups
     )
 

@@ -1,0 +1,419 @@
+"""deepspeed.comm: torch.distributed by DeepSpeed's names, and starting it.
+
+What this module does not define is torch.distributed's own (`__getattr__`). Operations take DeepSpeed's `prof`, `log_name`
+and `debug`, and are timed and counted after `configure(enabled=True)`, for `log_summary`. The collectives of training do
+not pass here: zeroshard has its own, and `zs.report(model)` counts them.
+
+In the threads of `zeroshard.testing.run_threads` rank, world size and barrier are those of the thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ...comm import backend_select
+from ...errors import ConfigError, ZeroshardError
+from ...launch import free_port, rank_environment
+from .accelerator import get_accelerator
+
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+_FROM_MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
+
+# -- start and end -----------------------------------------------------------------------------------------------
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta = default_pg_timeout,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed, unless it has started: gloo on the CPU, nccl on CUDA.
+
+    The rank comes from the arguments, from torchrun's variables, or (auto_mpi_discovery) from Open MPI's; without any of them
+    this is a world of one process, and the variables of torchrun are set to say so.
+
+    Raises:
+        ConfigError: dist_init_required=False and nothing has started; or only some of the variables are set.
+    """
+    if config is not None:
+        configure(config)
+    if torch_dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise ConfigError(
+            "init_distributed: dist_init_required=False, and no process group has started. Call "
+            "torch.distributed.init_process_group() before it, or leave dist_init_required at None."
+        )
+    if rank < 0 and init_method in (None, "env://"):
+        _complete_environment(auto_mpi_discovery, distributed_port)
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    given = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
+    torch_dist.init_process_group(backend, timeout=timeout, init_method=init_method, **given)
+
+
+def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
+    """Set what torchrun would have set, where one process or Open MPI leaves no doubt."""
+    env = os.environ
+    if auto_mpi_discovery and "RANK" not in env and all(name in env for name in _FROM_MPI.values()):
+        env.update({name: env[theirs] for name, theirs in _FROM_MPI.items()})
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in env]
+    alone = missing == ["RANK", "WORLD_SIZE"] or (not missing and env["WORLD_SIZE"] == "1")
+    if alone:
+        port = free_port() if port == TORCH_DISTRIBUTED_DEFAULT_PORT else port
+        for name, value in rank_environment(0, 1, port).items():
+            env.setdefault(name, value)
+        return
+    env.setdefault("MASTER_PORT", str(port))
+    missing += [name for name in ("MASTER_ADDR",) if name not in env]
+    if missing:
+        raise ConfigError(
+            f"init_distributed: {', '.join(missing)} must be set as well as {', '.join(n for n in _FROM_MPI if n in env)}. "
+            "Start the script with torchrun or zeroshard-deepspeed, which set them."
+        )
+
+
+def is_available() -> bool:
+    return torch_dist.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether ranks know of each other: torch.distributed has started, or this is a thread of run_threads."""
+    return torch_dist.is_initialized() or _in_threads()
+
+
+def _in_threads() -> bool:
+    try:
+        return not torch_dist.is_initialized() and backend_select.rank_and_size()[1] > 1
+    except ConfigError:  # a launcher's variables, and nothing started
+        return False
+
+
+def _rank_and_size() -> tuple[int, int]:
+    if not is_initialized():
+        raise ZeroshardError("deepspeed.comm: no process group has started. Call deepspeed.init_distributed(), or deepspeed.initialize().")
+    return backend_select.rank_and_size()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    torch_dist.destroy_process_group(group)
+
+
+def get_rank(group: Any = None) -> int:
+    """This process's rank in the group (None: of all); -1 outside of it."""
+    return _rank_and_size()[0] if group is None else torch_dist.get_rank(group)
+
+
+def get_world_size(group: Any = None) -> int:
+    """The group's number of ranks (None: of all); -1 outside of it."""
+    return _rank_and_size()[1] if group is None else torch_dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """The rank on this machine: LOCAL_RANK, which launchers set."""
+    _rank_and_size()
+    return get_local_rank_from_launcher()
+
+
+def get_local_rank_from_launcher() -> int:
+    return _from_launcher("LOCAL_RANK", 0)
+
+
+def get_world_rank_from_launcher() -> int:
+    return _from_launcher("RANK", 0)
+
+
+def get_world_size_from_launcher() -> int:
+    return _from_launcher("WORLD_SIZE", 1)
+
+
+def _from_launcher(name: str, otherwise: int) -> int:
+    return int(os.environ.get(name) or os.environ.get(_FROM_MPI[name]) or otherwise)
+
+
+def get_world_group() -> Any:
+    _rank_and_size()
+    return torch_dist.group.WORLD
+
+
+def new_group(ranks: Any) -> Any:
+    """A group of these ranks; called by all ranks, also those outside."""
+    return torch_dist.new_group(list(ranks))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    return group_rank if group is None else torch_dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return list(range(get_world_size())) if group is None else torch_dist.get_process_group_ranks(group)
+
+
+def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
+    return torch_dist.init_device_mesh(get_accelerator().device_name(), mesh_shape, mesh_dim_names=mesh_dim_names)
+
+
+# -- counting ----------------------------------------------------------------------------------------------------
+
+
+class CommsLogger:
+    """What `configure` switches on. records: operation -> bytes of its tensor -> seconds of each call."""
+
+    def __init__(self) -> None:
+        self.enabled = self.verbose = self.debug = False
+        self.prof_all, self.prof_ops = True, []
+        self.records: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+
+    def wants(self, name: str, prof: bool) -> bool:
+        return self.enabled and (prof or self.prof_all or name in self.prof_ops)
+
+
+comms_logger = CommsLogger()
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Switch the counting of this module's operations; None leaves a setting as it is.
+
+    deepspeed_config: its `comms_config` (comms_logger_enabled, and comms_logger with the other names) is read first.
+    """
+    section = getattr(deepspeed_config, "comms_config", None)
+    if getattr(section, "comms_logger_enabled", False):
+        comms_logger.enabled = True
+        for name in ("prof_all", "prof_ops", "verbose", "debug"):
+            setattr(comms_logger, name, getattr(section.comms_logger, name, getattr(comms_logger, name)))
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name, value in given.items():
+        if value is not None:
+            setattr(comms_logger, name, value)
+
+
+def _op(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn with DeepSpeed's three arguments for its logger, counted where `configure` asks for it."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        name = log_name or fn.__name__
+        if not comms_logger.wants(name, prof):
+            return fn(*args, **kwargs)
+        started = time.perf_counter()
+        result = fn(*args, **kwargs)
+        get_accelerator().synchronize()
+        seconds, nbytes = time.perf_counter() - started, _nbytes((args, kwargs))
+        comms_logger.records[name][nbytes].append(seconds)
+        if comms_logger.verbose and get_rank() == 0:
+            print(f"deepspeed.comm {name}: {nbytes} bytes, {seconds * 1e3:.2f} ms")
+        return result
+
+    return call
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of the largest tensor among the arguments: what an operation sends or leaves."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return max(map(_nbytes, held), default=0)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print, on rank 0, what was counted of each operation and size (collective); return_dict: return it, on all ranks.
+
+    show_straggler: also the time that this rank waited for others, by operation: its seconds less the fastest rank's.
+    """
+    summary = {
+        name: {
+            nbytes: {"count": len(s), "total_latency_ms": sum(s) * 1e3, "avg_latency_ms": sum(s) / len(s) * 1e3, "msg_size_bytes": nbytes}
+            for nbytes, s in sizes.items()
+        }
+        for name, sizes in comms_logger.records.items()
+    }
+    waited = None
+    if show_straggler:
+        mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
+        everyone: list[Any] = [None] * get_world_size()
+        torch_dist.all_gather_object(everyone, mine)
+        waited = {name: {"waited_ms": (s - min(other.get(name, s) for other in everyone)) * 1e3} for name, s in mine.items()}
+    if get_rank() == 0:
+        for name, sizes in summary.items():
+            for row in sizes.values():
+                print(f"{name}: {row['msg_size_bytes']} bytes x {row['count']}, {row['avg_latency_ms']:.3f} ms each")
+    barrier()
+    metadata = {"world_size": get_world_size(), "rank": get_rank(), "timestamp": time.strftime("%Y-%m-%d %H:%M:%S")}
+    return {"summary": summary, "straggler_analysis": waited, "metadata": metadata} if return_dict else None
+
+
+def reset_log() -> None:
+    comms_logger.records.clear()
+
+
+def has_comm_data() -> bool:
+    return bool(comms_logger.records)
+
+
+def get_comm_operation_count() -> int:
+    return sum(len(seconds) for sizes in comms_logger.records.values() for seconds in sizes.values())
+
+
+def get_logged_comm_ops() -> list[str]:
+    return list(comms_logger.records)
+
+
+# -- operations, with DeepSpeed's names of arguments ----------------------------------------------------------------
+
+
+@_op
+def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_reduce(tensor, op, group, async_op)
+
+
+@_op
+def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_reduce(tensor, op, group, async_op)
+
+
+@_op
+def all_reduce_coalesced(tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_reduce_coalesced(tensors, op, group, async_op)
+
+
+@_op
+def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.reduce(tensor, dst, op, group, async_op)
+
+
+@_op
+def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.reduce_scatter(output, input_list, op, group, async_op)
+
+
+@_op
+def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+reduce_scatter_fn = reduce_scatter_tensor
+
+
+@_op
+def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_gather(tensor_list, tensor, group, async_op)
+
+
+@_op
+def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
+
+
+@_op
+def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+@_op
+def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> Any:
+    return torch_dist.all_gather_object(object_list, obj, group)
+
+
+@_op
+def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.broadcast(tensor, src, group, async_op)
+
+
+@_op
+def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: torch.device | None = None) -> Any:
+    return torch_dist.broadcast_object_list(object_list, src, group, device)
+
+
+@_op
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    return torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+
+
+@_op
+def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+
+
+@_op
+def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
+    return torch_dist.send(tensor, dst, group, tag)
+
+
+@_op
+def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
+    return torch_dist.recv(tensor, src, group, tag)
+
+
+@_op
+def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.gather(tensor, gather_list, dst, group, async_op)
+
+
+@_op
+def scatter(tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
+    return torch_dist.scatter(tensor, scatter_list, src, group, async_op)
+
+
+@_op
+def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """Wait for all ranks of the group."""
+    if _in_threads():
+        backend_select.current(None, torch.device("cpu"), 60.0).exchange(b"", "deepspeed.comm.barrier")
+        return None
+    options = {} if device_ids is None else {"device_ids": device_ids}
+    return torch_dist.barrier(group, async_op, **options)
+
+
+@_op
+def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
+    """A barrier that names the ranks which do not come (gloo only)."""
+    return torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
+
+
+def has_coalescing_manager() -> bool:
+    return hasattr(torch_dist.distributed_c10d, "_coalescing_manager")
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") or not hasattr(torch_dist, name):
+        raise AttributeError(f"zeroshard.deepspeed has no comm.{name}, and neither has torch.distributed")
+    return getattr(torch_dist, name)

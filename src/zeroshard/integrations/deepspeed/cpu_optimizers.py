@@ -1,0 +1,134 @@
+"""DeepSpeed's optimizer classes, which are torch's and zeroshard's own with DeepSpeed's arguments: nothing is compiled.
+
+Where DeepSpeed has a class for the host and one for the device, both are the same here: states rest and are stepped where
+`zero_optimization.offload_optimizer` says. fused=True is set, so a step has the bits of torch's fused step, also on a host
+that steps offloaded states (optim/cpu_kernels.py). States have the precision of what is stepped: fp32 masters, unless
+the configuration keeps none; `fp32_optimizer_states` is kept as an attribute for who asks.
+
+DeepSpeed's bias_correction=False and amsgrad=True are refused: neither torch's fused step nor DeepSpeed's has them both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from ...optim.lion import Lion
+
+
+def _refuse(name: str, argument: str, value: Any, remedy: str) -> None:
+    raise ConfigError(f"{name}: {argument}={value} is not supported; {remedy}")
+
+
+class _Adam(torch.optim.Adam):
+    """torch's Adam, decoupled or not."""
+
+    def __init__(
+        self, params: Any, lr: Any, bias_correction: bool, betas: Any, eps: float, weight_decay: float, amsgrad: bool, decoupled: bool
+    ) -> None:
+        self._bias_correction = bias_correction
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        super().__init__(params, **options, fused=True, decoupled_weight_decay=bool(decoupled))
+        self.defaults["bias_correction"] = bias_correction
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        name = type(self).__name__
+        if param_group.get("amsgrad", self.defaults["amsgrad"]):
+            _refuse(name, "amsgrad", True, "DeepSpeed has none either: use torch.optim.AdamW(amsgrad=True).")
+        if not param_group.setdefault("bias_correction", self._bias_correction):
+            _refuse(name, "bias_correction", False, "leave it at True (torch's Adam has no other).")
+        super().add_param_group(param_group)
+
+
+class DeepSpeedCPUAdam(_Adam):
+    """AdamW (adamw_mode, the default) or Adam with L2 decay."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode)
+        self.adam_w_mode, self.fp32_optimizer_states = adamw_mode, fp32_optimizer_states
+
+
+class FusedAdam(_Adam):
+    """AdamW (adam_w_mode, the default) or Adam with L2 decay."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        self.adam_w_mode, self.set_grad_none = int(adam_w_mode), set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """torch's Adagrad."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if amsgrad:
+            _refuse("DeepSpeedCPUAdagrad", "amsgrad", True, "Adagrad has no such variant: leave it at False.")
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, fused=True)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class DeepSpeedCPULion(Lion):
+    """zs.Lion, with DeepSpeed's defaults."""
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class FusedLion(Lion):
+    """zs.Lion, with DeepSpeed's defaults."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

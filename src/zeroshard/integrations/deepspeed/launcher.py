@@ -1,0 +1,232 @@
+"""`zeroshard-deepspeed`: takes the arguments of the `deepspeed` launcher and becomes torchrun, on this machine.
+
+    zeroshard-deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config ds_config.json
+
+Each rank gets torchrun's variables, `--local_rank=N` (unless --no_local_rank), and the environment in which
+`import deepspeed` finds zeroshard. With several hosts nothing is started from here: the line to start on each is printed;
+--no_ssh --node_rank N starts this host's part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...errors import ConfigError
+from ...launch import free_port
+from .accelerator import get_accelerator
+from .communication import TORCH_DISTRIBUTED_DEFAULT_PORT
+
+DLTS_HOSTFILE = "/job/hostfile"
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
+_REFUSED = {
+    "autotuning": "`zeroshard plan` tells what fits and how fast it would be, without runs",
+    "elastic_training": "start torchrun itself with --nnodes=MIN:MAX",
+    "min_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
+    "max_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("zeroshard-deepspeed", description="Start a DeepSpeed script on zeroshard, with torchrun.")
+    add = parser.add_argument
+    add("-H", "--hostfile", default=DLTS_HOSTFILE, help="lines of `host slots=N`; a file that is not there: this machine")
+    add("-i", "--include", default="", help="hosts and their devices to use: host:0,1@other:2")
+    add("-e", "--exclude", default="", help="hosts and their devices not to use, written the same way")
+    add("--num_nodes", type=int, default=-1, help="use the first N hosts of the hostfile")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each host: its devices 0..N-1")
+    add("--master_port", type=int, default=None, help="of the first rank; default: a free one, 29500 with several hosts")
+    add("--master_addr", default="", help="of the first rank; default: 127.0.0.1, the first host with several hosts")
+    add("--node_rank", type=int, default=-1, help="this host's number, with --no_ssh")
+    add("--no_ssh", action="store_true", help="start this host's ranks; --node_rank says which")
+    add("--no_local_rank", action="store_true", help="do not give --local_rank=N to the script")
+    add("--no_python", action="store_true", help="the script is a program to execute")
+    add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
+    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    add("--bind_core_list", default=None, help="those to give: 0-3,8")
+    add("--enable_each_rank_log", default="None", help="a folder: each rank's output goes to a file in it")
+    add("--save_pid", action="store_true", help="write this process's number to a file <number>.deepspeed in the temporary folder")
+    add("-q", "--quiet", action="store_true", help="do not print the command that is started")
+    add("--log_level", default="info", help="other than info: as --quiet")
+    for name, kind in (("launcher", str), ("launcher_args", str), ("ssh_port", int), ("venv_script", str)):
+        add(f"--{name}", type=kind, help="of starting other hosts, which is not done from here")
+    for name in ("no_ssh_check", "force_multi"):
+        add(f"--{name}", action="store_true", help="of starting other hosts, which is not done from here")
+    for name, remedy in _REFUSED.items():
+        add(f"--{name}", nargs="?", const=True, default=None, help=f"refused: {remedy}")
+    add("user_script", help="script, or module or program")
+    add("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.execve) -> int:
+    """Become torchrun (execute: what does that). Returns 2 with several hosts, after printing a line for each.
+
+    Raises ConfigError for arguments that contradict each other, name what is not there, or ask for what is refused.
+    """
+    args = _parser().parse_args(argv)
+    for name, remedy in _REFUSED.items():
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} is not supported: {remedy}.")
+    if args.no_python and args.module:
+        raise ConfigError("--no_python and --module exclude each other: a module is run by python.")
+    hosts = _hosts(args)
+    env = _environment(args, hosts)
+    several = (len(hosts) > 1 or args.force_multi) and not args.no_ssh
+    if several:
+        print("zeroshard-deepspeed starts no other hosts. Start this on each of them:", file=sys.stderr)
+        for number, host in enumerate(hosts):
+            print(f"{host}: {shlex.join(_line_for(args, argv, number))}")
+        return 2
+    node = args.node_rank if args.no_ssh else 0
+    if not 0 <= node < len(hosts):
+        raise ConfigError(f"--node_rank: expected 0 to {len(hosts) - 1} with --no_ssh, the place in {list(hosts)}, got {node}.")
+    command = _torchrun(args, hosts, node)
+    if args.save_pid:
+        Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed").write_text(str(os.getpid()))
+    if not args.quiet and args.log_level == "info":
+        print("zeroshard-deepspeed:", shlex.join(command), file=sys.stderr, flush=True)
+    execute(command[0], command, env)
+    return 0
+
+
+# -- where -------------------------------------------------------------------------------------------------------
+
+
+def fetch_hostfile(path: str) -> dict[str, int] | None:
+    """Host -> slots, in the order of the file; None where there is no file. Raises ConfigError for lines of another form."""
+    if not os.path.isfile(path):
+        return None
+    hosts: dict[str, int] = {}
+    for line in filter(None, (line.split("#")[0].strip() for line in Path(path).read_text().splitlines())):
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if match is None or match[1] in hosts:
+            why = "a host is named once" if match else "expected `host slots=N`"
+            raise ConfigError(f"hostfile {path}: {why}, got {line!r}.")
+        hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise ConfigError(f"hostfile {path}: it names no host. Give lines of `host slots=N`, or no hostfile for this machine alone.")
+    return hosts
+
+
+def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
+    """Host -> its devices to use, by the hostfile, the filters and the counts."""
+    if (args.num_nodes >= 0 or args.num_gpus >= 0) and (args.include or args.exclude):
+        raise ConfigError("--num_nodes and --num_gpus exclude --include and --exclude: name devices or count them.")
+    if args.include and args.exclude:
+        raise ConfigError("--include and --exclude exclude each other: name what is used, or what is not.")
+    listed = fetch_hostfile(args.hostfile)
+    if listed is None and args.num_nodes > 1:
+        raise ConfigError(f"--num_nodes {args.num_nodes}: there is no hostfile {args.hostfile!r} that names other hosts. Write one, or use torchrun.")
+    pool = {host: list(range(count)) for host, count in (listed or {"localhost": _devices_here(args)}).items()}
+    if args.include or args.exclude:
+        pool = _filtered(pool, args.include or args.exclude, keep=bool(args.include))
+    if args.num_nodes > len(pool):
+        raise ConfigError(f"--num_nodes {args.num_nodes}: there are {len(pool)} hosts: {list(pool)}.")
+    names = list(pool)[: args.num_nodes] if args.num_nodes > 0 else list(pool)
+    return {name: list(range(args.num_gpus)) if args.num_gpus > 0 else pool[name] for name in names}
+
+
+def _devices_here(args: argparse.Namespace) -> int:
+    """Devices of this machine: CUDA_VISIBLE_DEVICES hides none from --include and --exclude, which count those of the machine."""
+    if get_accelerator()._name == "cuda" and (args.include or args.exclude):
+        return max(1, len(list(Path("/proc/driver/nvidia/gpus").glob("*"))), get_accelerator().device_count())
+    return get_accelerator().device_count()
+
+
+def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, list[int]]:
+    """The pool with only (keep), or without, what `host:0,1@other` names; hosts without devices are left out."""
+    named: dict[str, set[int]] = {}
+    for part in given.split("@"):
+        host, _, slots = part.partition(":")
+        if host not in pool:
+            raise ConfigError(f"{'--include' if keep else '--exclude'}: there is no host {host!r} among {list(pool)}.")
+        wanted = {int(slot) for slot in slots.split(",")} if slots else set(pool[host])
+        if not wanted <= set(pool[host]):
+            raise ConfigError(f"{host} has no slot {sorted(wanted - set(pool[host]))}; it has {pool[host]}.")
+        named.setdefault(host, set()).update(wanted)
+    left = {host: [slot for slot in slots if (slot in named.get(host, ())) is keep] for host, slots in pool.items()}
+    left = {host: slots for host, slots in left.items() if slots}
+    if not left:
+        raise ConfigError(f"--exclude {given}: nothing is left of {list(pool)}.")
+    return left
+
+
+# -- what is started ---------------------------------------------------------------------------------------------
+
+
+def _environment(args: argparse.Namespace, hosts: dict[str, list[int]]) -> dict[str, str]:
+    """This process's environment, the devices chosen for this host, and what makes `import deepspeed` find zeroshard."""
+    from .install import child_environment
+
+    env = {**os.environ, **child_environment()}
+    node = args.node_rank if args.no_ssh and 0 <= args.node_rank < len(hosts) else 0
+    slots = list(hosts.values())[node]
+    if args.include or args.exclude or (args.num_gpus > 0 and "CUDA_VISIBLE_DEVICES" not in env):
+        get_accelerator().set_visible_devices_envs(env, slots)
+    if len(slots) > 1:  # torchrun would say 1
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(slots))))
+    return env
+
+
+def _torchrun(args: argparse.Namespace, hosts: dict[str, list[int]], node: int) -> list[str]:
+    """The command line of torchrun for this host's ranks, each started by rank_start.py."""
+    alone = len(hosts) == 1
+    address = args.master_addr or ("127.0.0.1" if alone else next(iter(hosts)))
+    port = args.master_port or (free_port() if alone else TORCH_DISTRIBUTED_DEFAULT_PORT)
+    ranks = len(list(hosts.values())[node])
+    counts = {host: len(slots) for host, slots in hosts.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"expected as many ranks on each host, since torchrun counts so, got {counts}: use --num_gpus.")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(hosts)}", f"--node_rank={node}"]
+    command += [f"--nproc_per_node={ranks}", f"--master_addr={address}", f"--master_port={port}", "--no_python"]
+    program = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
+    program.append(args.user_script)
+    plan = {"position": None if args.no_local_rank else len(program), "cores": _cores(args, ranks), "log": _log(args)}
+    starter = str(Path(__file__).with_name("rank_start.py"))
+    return [*command, sys.executable, starter, json.dumps(plan), *program, *args.user_args]
+
+
+def _cores(args: argparse.Namespace, ranks: int) -> list[int] | None:
+    """The cores that ranks share out, or None. Raises ConfigError where there are fewer of them than ranks."""
+    if not args.bind_cores_to_rank:
+        return None
+    cores = sorted(os.sched_getaffinity(0))
+    if args.bind_core_list is not None:
+        parts = [part.split("-") for part in args.bind_core_list.split(",")]
+        cores = sorted({core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)})
+    if len(cores) < ranks:
+        raise ConfigError(f"--bind_cores_to_rank: expected a core for each of {ranks} ranks, got {cores}.")
+    return cores
+
+
+def _log(args: argparse.Namespace) -> str | None:
+    """What the names of the ranks' logs begin with, or None; makes their folder."""
+    folder = args.enable_each_rank_log
+    if folder == "None":
+        return None
+    if os.path.isfile(folder):
+        raise ConfigError(f"--enable_each_rank_log: expected a folder, got the file {folder}.")
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(os.path.abspath(folder), time.strftime("%Y%m%d%H%M%S"))
+
+
+def _line_for(args: argparse.Namespace, argv: Sequence[str] | None, node: int) -> list[str]:
+    """This command for one of several hosts."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    address = [] if args.master_addr else [f"--master_addr={next(iter(_hosts(args)))}"]
+    return ["zeroshard-deepspeed", "--no_ssh", f"--node_rank={node}", *address, *given]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

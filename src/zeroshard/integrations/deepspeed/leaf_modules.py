@@ -1,0 +1,128 @@
+"""Leaf modules: marks on modules whose parameters ZeRO stage 3 gathers together, and the lookups that set them.
+
+A mark is the attribute `_z3_leaf` of the module. Classes are given as types (derived ones match too) or by name: the bare
+class name, or module path and qualified name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .logs import logger
+
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
+    f"transformers.models.{family}.modeling_{family}.{prefix}SparseMoeBlock"
+    for family, prefix in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+]
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this module itself is marked."""
+    return getattr(model, "_z3_leaf", False)
+
+
+def z3_leaf_parameter(model: Any) -> bool:
+    """Whether a parameter was found in a leaf module (`ds_z3_leaf_module`, which the engine sets)."""
+    return hasattr(model, "ds_z3_leaf_module")
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules, in the order of `model.modules()`."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark."""
+    model._z3_leaf = flag
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[nn.Module]:
+    """Mark the modules of these classes, and return them, inner ones first. Raises ValueError where there is none."""
+    return _mark(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[nn.Module]:
+    """Take the mark of the modules of these classes, and return them. Raises ValueError where there is none."""
+    return _mark(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _mark(model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
+    assert all(isinstance(given, (type, str)) for given in classes), (
+        f"leaf_module_classes: expected a list of classes or of their names, got {classes}"
+    )
+    found: list[nn.Module] = []
+    model.apply(lambda module: found.append(module) if any(_is(module, given) for given in classes) else None)
+    if not found and raise_if_not_found:
+        raise ValueError(f"leaf_module_classes: no module of {list(classes)} in the model {type(model).__name__}: {_classes_of(model)}")
+    for module in found:
+        module._z3_leaf = flag
+    return found
+
+
+def _is(module: nn.Module, given: type | str) -> bool:
+    cls = type(module)
+    if isinstance(given, type):
+        return isinstance(module, given)
+    return given in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+
+
+def _classes_of(model: nn.Module) -> str:
+    return "it has " + ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names in `model.named_modules()`; returns them, and the names that are not there.
+
+    Raises ValueError for such names, after those found were marked, unless raise_if_not_found is False.
+    """
+    named = dict(model.named_modules())
+    found = [named[name] for name in module_names if name in named]
+    missing = [name for name in module_names if name not in named]
+    return _marked(model, found, missing, flag, raise_if_not_found, "names")
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """The same for the modules whose names end in one of these; each is returned once."""
+    named = dict(model.named_modules())
+    matched = {suffix: [module for name, module in named.items() if name.endswith(suffix)] for suffix in module_name_suffixes}
+    found = list({id(module): module for modules in matched.values() for module in modules}.values())
+    missing = [suffix for suffix, modules in matched.items() if not modules]
+    return _marked(model, found, missing, flag, raise_if_not_found, "suffixes")
+
+
+def _marked(
+    model: nn.Module, found: list[nn.Module], missing: list[str], flag: bool, raise_if_not_found: bool, kind: str
+) -> tuple[list[nn.Module], list[str]]:
+    for module in found:
+        module._z3_leaf = flag
+    if missing and raise_if_not_found:
+        raise ValueError(f"leaf modules: no module of the {kind} {missing} in the model {type(model).__name__} (see its named_modules())")
+    return found, missing
+
+
+def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: Any) -> list[nn.Module]:
+    """Mark what `zero_optimization.leaf_module` names (its classes, names, name_suffixes); returns those marked, each once.
+
+    What matches nothing is said by a warning, unless it is a default. leaf_cfg None: nothing.
+    """
+    if leaf_cfg is None:
+        return []
+    classes, names, suffixes = list(leaf_cfg.classes), list(leaf_cfg.names), list(leaf_cfg.name_suffixes)
+    by_name, no_names = set_z3_leaf_modules_by_name(model, names, raise_if_not_found=False)
+    by_suffix, no_suffixes = set_z3_leaf_modules_by_suffix(model, suffixes, raise_if_not_found=False)
+    found: Iterable[nn.Module] = (*set_z3_leaf_modules(model, classes, raise_if_not_found=False), *by_name, *by_suffix)
+    marked = list({id(module): module for module in found}.values())
+    if no_names or no_suffixes:
+        logger.warning(f"leaf_module: the model has no module of the names {no_names}, none of the suffixes {no_suffixes}")
+    elif not marked and classes != DEFAULT_LEAF_MODULE_CLASSES:
+        logger.warning(f"leaf_module: the model has no module of the classes {classes}")
+    return marked

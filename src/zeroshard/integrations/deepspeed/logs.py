@@ -1,0 +1,94 @@
+"""deepspeed.utils.logging: the logger named "DeepSpeed" and messages by rank.
+
+The logger writes warnings and above to stdout and does not propagate, as DeepSpeed's does: scripts and frameworks set
+its level (`logger.setLevel`), and tests hang their own handlers on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+
+from . import communication as dist
+
+log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+
+
+def _make_logger() -> logging.Logger:
+    made = logging.getLogger("DeepSpeed")
+    made.setLevel(logging.WARNING)
+    made.propagate = False
+    if not made.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"))
+        made.addHandler(handler)
+    return made
+
+
+logger = _make_logger()
+
+
+@functools.cache
+def warning_once(message: str, *args: object) -> None:
+    """logger.warning, once per process for a message and its arguments."""
+    logger.warning(message, *args)
+
+
+def get_dist_msg(message: str, ranks: list[int] | None = None) -> str | None:
+    """The message with its rank where it is to be said: without a process group, and on `ranks` ([-1]: all). Else None."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    said = rank == -1 or bool(ranks) and (ranks[0] == -1 or rank in ranks)
+    return f"[Rank {rank}] {message}" if said else None
+
+
+def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on `ranks` ([-1]: on all; None: only where there is no process group)."""
+    said = get_dist_msg(message, ranks)
+    if said is not None:
+        logger.log(level, said)
+
+
+def print_dist(message: str, ranks: list[int] | None = None) -> None:
+    """log_dist, whatever the logger's level."""
+    said = get_dist_msg(message, ranks)
+    if said is not None:
+        print(said)
+
+
+@functools.cache
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    log_dist(message, None if ranks is None else list(ranks), level)
+
+
+def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
+    """log_dist, once per process for each message."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
+logger.warning_once = warning_once  # type: ignore[attr-defined]
+logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """'info' -> logging.INFO. Raises ValueError for other words."""
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"log level: expected one of {list(log_levels)}, got {log_level_str!r}")
+    return log_levels[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger (None: DeepSpeed's) and of its handlers."""
+    target, level = custom_logger or logger, get_log_level_from_string(log_level_str)
+    for each in (target, *target.handlers):
+        each.setLevel(level)
+
+
+def get_current_level() -> int:
+    """The logger's effective level."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether messages of this level are logged."""
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)

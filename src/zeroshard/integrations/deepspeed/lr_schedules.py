@@ -1,0 +1,387 @@
+"""DeepSpeed's five learning-rate schedules, by its names, defaults and formulas.
+
+An *iteration* counts calls of `step`, from 0; before the first it is -1. The rate of iteration k is
+
+    LRRangeTest     min * (1 + rate * (k + 1) / step_size)          staircase: the quotient rounded down
+    OneCycle        min -> max -> min, linear, then min / (1 + decay_rate * n / decay_size), n iterations after the cycle
+    WarmupLR        min + (max - min) * w(k),  w = log(k + 1) / log(warmup) or k / warmup, then 1
+    WarmupDecayLR   the same, and after the warm-up (total - k) / (total - warmup) in the place of 1, never below 0
+    WarmupCosineLR  the optimizer's own rate * ratio: min_ratio -> 1 by w(k), then a half cosine to cos_min_ratio
+
+A schedule has `param_groups` and nothing else of its optimizer, so a sharded optimizer serves as a plain one does. All
+but OneCycle have a last rate as soon as they are built; with last_batch_iteration other than -1 building writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError, did_you_mean
+from .logs import logger
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
+CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
+CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MAX_LR = "cycle_max_lr"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_MAX_MOM = "cycle_max_mom"
+DECAY_STEP_SIZE = "decay_step_size"
+DECAY_LR_RATE = "decay_lr_rate"
+DECAY_MOM_RATE = "decay_mom_rate"
+
+WARMUP_MIN_LR = "warmup_min_lr"
+WARMUP_MAX_LR = "warmup_max_lr"
+WARMUP_NUM_STEPS = "warmup_num_steps"
+WARMUP_TYPE = "warmup_type"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+COS_MIN_RATIO = "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"
+
+_BETA2 = 0.99  # what OneCycle pairs with the momentum that it cycles
+
+
+def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, or the one in its `.optimizer`. Raises TypeError where neither is torch's."""
+    for found in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(found, torch.optim.Optimizer):
+            return found
+    raise TypeError(f"expected a torch.optim.Optimizer, or one in .optimizer, got {type(optimizer).__name__}")
+
+
+def update_lr(param_groups: list[dict], rates: list) -> list:
+    """Write a rate into each group, into its tensor where it has one; returns what the groups now hold."""
+    for group, rate in zip(param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
+        else:
+            group["lr"] = rate
+    return [group["lr"] for group in param_groups]
+
+
+def schedule_from_config(name: str, params: dict[str, Any] | None, optimizer: Any) -> Any:
+    """What `"scheduler": {"type": name, "params": params}` names: one of the five, or of torch.optim.lr_scheduler.
+
+    Raises ConfigError for an unknown name and for parameters that the schedule does not take.
+    """
+    known = [n for n, v in vars(torch.optim.lr_scheduler).items() if isinstance(v, type) and not n.startswith("_")]
+    cls = globals()[name] if name in VALID_LR_SCHEDULES else getattr(torch.optim.lr_scheduler, name, None)
+    if not isinstance(cls, type):
+        raise ConfigError(
+            f"scheduler.type: expected one of {VALID_LR_SCHEDULES} or a class of torch.optim.lr_scheduler, got {name!r}."
+            f"{did_you_mean(name, [*VALID_LR_SCHEDULES, *known])}"
+        )
+    try:
+        return cls(get_torch_optimizer(optimizer), **(params or {}))
+    except TypeError as error:
+        raise ConfigError(f"scheduler.params of {name}: {error}") from error
+
+
+def _positive_int(name: str, value: Any) -> int:
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name}: expected a positive integer (it counts steps), got {value!r}")
+    return value
+
+
+class _Schedule:
+    """What the five share. A state dict is {"last_batch_iteration": int}; loading one writes nothing to the optimizer."""
+
+    _last_lr: list | None = None
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+
+    def _start(self, rates: list) -> None:
+        """Write the rates that the first iteration trains with, unless the schedule goes on from another."""
+        if self.last_batch_iteration == -1:
+            self._last_lr = update_lr(self.optimizer.param_groups, rates)
+
+    def _per_group(self, name: str, value: Any) -> list:
+        """One value for each parameter group: a list is taken as it is, its length checked."""
+        count = len(self.optimizer.param_groups)
+        if not isinstance(value, (list, tuple)):
+            return [value] * count
+        if len(value) != count:
+            raise ValueError(f"{name}: expected {count} values, one for each parameter group, got {len(value)}")
+        return list(value)
+
+    def get_lr(self) -> list:
+        """The rates of the current iteration, one for each group."""
+        raise NotImplementedError
+
+    def get_last_lr(self) -> list:
+        """The rates written last."""
+        assert self._last_lr is not None, "no rate was written yet: call step() first"
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go to the next iteration, or to the one given, and write its rates."""
+        self.last_batch_iteration = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        self.last_batch_iteration = sd["last_batch_iteration"]
+
+
+class LRRangeTest(_Schedule):
+    """A rate that grows until training diverges, to find out where. Smith, arXiv:1803.09820, section 3."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: float | list[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._per_group(LR_RANGE_TEST_MIN_LR, lr_range_test_min_lr)
+        self.step_size = _positive_int(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self._start(self.min_lr)
+
+    def get_lr(self) -> list:
+        intervals = float(self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
+        return [rate * growth for rate in self.min_lr]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
+
+
+class OneCycle(_Schedule):
+    """One cycle of the rate, momentum against it (an optimizer's `betas`), then decay. Smith, arXiv:1803.09820.
+
+    A stair count of n holds a half of the cycle on n levels. decay_step_size or decay_lr_rate 0: no decay.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: float | list[float],
+        cycle_max_lr: float | list[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, last_batch_iteration)
+        first = float(cycle_first_step_size)
+        second = first if cycle_second_step_size is None else float(cycle_second_step_size)
+        if first <= 0:
+            raise ValueError(f"{CYCLE_FIRST_STEP_SIZE}: expected a positive number of steps, got {cycle_first_step_size}")
+        if second < 0:
+            raise ValueError(f"{CYCLE_SECOND_STEP_SIZE}: expected at least 0 steps, got {cycle_second_step_size}")
+        self.first_step_size, self.second_step_size, self.total_size = first, second, first + second
+        self.first_stair_count = cycle_first_stair_count
+        self.second_stair_count = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = decay_step_size, decay_lr_rate, decay_mom_rate
+        self.min_lrs = self._per_group(CYCLE_MIN_LR, cycle_min_lr)
+        self.max_lrs = self._per_group(CYCLE_MAX_LR, cycle_max_lr)
+        self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
+        if cycle_momentum and not self.cycle_momentum:
+            logger.warning(f"OneCycle: {type(self.optimizer).__name__} has no betas, so that cycle_momentum is off")
+        if self.cycle_momentum:
+            self.min_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MIN_MOM, cycle_min_mom)]
+            self.max_moms = [(mom, _BETA2) for mom in self._per_group(CYCLE_MAX_MOM, cycle_max_mom)]
+        if last_batch_iteration == -1:  # the rates are no last ones: get_last_lr waits for a step
+            update_lr(self.optimizer.param_groups, self.min_lrs)
+            self._write_momentum(self.min_moms if self.cycle_momentum else None)
+
+    def _write_momentum(self, betas: list[tuple[float, float]] | None) -> None:
+        for group, pair in zip(self.optimizer.param_groups, betas or [], strict=False):
+            group["betas"] = pair
+
+    def _height(self) -> float:
+        """Where the cycle stands between its lower end, 0, and its upper end, 1."""
+        done = (self.last_batch_iteration + 1) % self.total_size
+        rising = done <= self.first_step_size
+        steps, stairs = (self.first_step_size, self.first_stair_count) if rising else (self.second_step_size, self.second_stair_count)
+        climbed = done if rising else self.total_size - done
+        # stairs from the integers: a quotient one rounding below 1 would lose the highest
+        return math.floor(climbed * stairs / steps) / stairs if stairs > 0 else climbed / steps
+
+    @property
+    def _past(self) -> float:
+        """Iterations after the cycle; 0 or less within it."""
+        return self.last_batch_iteration - self.total_size + 1 if self.last_batch_iteration >= self.total_size else 0
+
+    def _decay(self, rate: float) -> float:
+        """1 + rate * intervals; 1 where decay is off."""
+        off = math.isclose(self.decay_step_size, 0) or math.isclose(rate, 0)
+        return 1.0 if off else 1 + rate * (self._past / self.decay_step_size)
+
+    def get_lr(self) -> list:
+        if self._past:
+            return [low / self._decay(self.decay_lr_rate) for low in self.min_lrs]
+        height = self._height()
+        return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of the current iteration, a pair for each group; None where momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        if self._past:
+            return [(high * self._decay(self.decay_mom_rate), beta2) for high, beta2 in self.max_moms]
+        height = self._height()
+        pairs = zip(self.min_moms, self.max_moms, strict=True)
+        return [(high - (high - low) * height, beta2) for (low, beta2), (high, _) in pairs]
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        super().step(batch_iteration)
+        self._write_momentum(self.get_mom())
+
+
+class _Warmup(_Schedule):
+    """What the three with a warm-up share: w(k), from 0 to 1."""
+
+    def __init__(self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int) -> None:
+        self.warmup_num_steps = max(2, _positive_int(WARMUP_NUM_STEPS, warmup_num_steps))
+        super().__init__(optimizer, last_batch_iteration)
+        if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            logger.warning(f"warmup_type: expected 'log' or 'linear', got {warmup_type!r}: log it is, as in DeepSpeed")
+            warmup_type = WARMUP_LOG_RATE
+        self.warmup_type = warmup_type
+        self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
+
+    def _warmth(self) -> float:
+        """w of the current iteration, one of the warm-up."""
+        if self.warmup_type == WARMUP_LOG_RATE:
+            return self.inverse_log_warm_up * math.log(self.last_batch_iteration + 1)
+        return self.last_batch_iteration / self.warmup_num_steps
+
+    @property
+    def _warming(self) -> bool:
+        return self.last_batch_iteration < self.warmup_num_steps
+
+
+class WarmupLR(_Warmup):
+    """From warmup_min_lr to warmup_max_lr (None: the optimizer's own rates), then constant."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        given = _own_rates(self.optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.min_lrs = self._per_group("min_lr", warmup_min_lr)
+        self.max_lrs = self._per_group("max_lr", given)
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        self._start(self.min_lrs)
+
+    def get_lr(self) -> list:
+        if self.last_batch_iteration < 0:
+            return list(self.min_lrs)
+        gamma = self._get_gamma()
+        return [low + delta * gamma for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
+
+    def _get_gamma(self) -> float:
+        return self._warmth() if self._warming else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, and after it a straight line to 0 at total_num_steps."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: float | list[float] = 0.0,
+        warmup_max_lr: float | list[float] | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = total_num_steps
+        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
+        _note_short(self)
+
+    def _get_gamma(self) -> float:
+        if self._warming:
+            return self._warmth()
+        left = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+
+
+class WarmupCosineLR(_Warmup):
+    """A ratio of the optimizer's own rates: from warmup_min_ratio to 1, then a half cosine to cos_min_ratio, where it stays."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = WARMUP_LOG_RATE,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.org_lrs = _own_rates(self.optimizer)
+        _note_short(self)
+        self._start(self.get_lr())
+
+    def get_lr_ratio(self) -> float:
+        """What the optimizer's own rates are multiplied with; 0 before the first step."""
+        if self.last_batch_iteration < 0:
+            return 0.0
+        if self._warming:
+            return self.warmup_min_ratio + self._warmth() * (1.0 - self.warmup_min_ratio)
+        done = self.last_batch_iteration - self.warmup_num_steps + 1
+        progress = min(1.0, done / max(1, self.total_num_steps - self.warmup_num_steps))
+        ratio = (1 + math.cos(math.pi * progress)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
+
+    def get_lr(self) -> list:
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+
+def _own_rates(optimizer: torch.optim.Optimizer) -> list:
+    """The rates that the groups were built with: copies, since a tensor is written into in place."""
+    return [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in optimizer.param_groups]
+
+
+def _note_short(schedule: Any) -> None:
+    if schedule.total_num_steps < schedule.warmup_num_steps:
+        total, warmup = schedule.total_num_steps, schedule.warmup_num_steps
+        logger.warning(f"total_num_steps {total} is below warmup_num_steps {warmup}: training ends within the warm-up")

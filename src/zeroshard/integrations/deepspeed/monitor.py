@@ -1,0 +1,149 @@
+"""deepspeed.monitor: events, (name, value, step), written by rank 0 to TensorBoard, CSV files or Weights & Biases.
+
+    csv_monitor     <output_path>/<job_name>/<name with _ for / and blanks>.csv    "step,<last part of name>", then a row an event
+    tensorboard     <output_path>/<job_name>/                                       torch.utils.tensorboard
+    wandb           a run of the project, in the group, of the team
+
+A configuration has `tensorboard`, `csv_monitor`, `wandb` and `comet`, each None or with `enabled` and DeepSpeed's other
+names, as attributes or keys. What is enabled and not installed is refused on all ranks.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import ConfigError
+from . import communication as dist
+
+Event = tuple[str, Any, int]  # name, a number or a tensor of one element, step
+
+
+def _of(section: Any, name: str, otherwise: Any = None) -> Any:
+    """An entry of a configuration, by key or attribute."""
+    found = section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+    return otherwise if found is None else found
+
+
+def _folder(section: Any, kind: str) -> Path:
+    """Where a monitor writes. Without an output_path: in the current folder, below the job's name (None: in the home folder)."""
+    given = section.get("output_path", "") if isinstance(section, Mapping) else getattr(section, "output_path", "")
+    if given is None:
+        job = os.environ.get("DLWS_JOB_ID") or os.environ.get("DLTS_JOB_ID") or "unknown-job-id"
+        given = Path.home() / kind / job / "logs"
+    return Path(given) / _of(section, "job_name", "DeepSpeedJobName")
+
+
+def _need(package: str, key: str, install: str) -> None:
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent of it
+        found = False
+    if not found:
+        raise ConfigError(f"{key}.enabled: the package {install!r} is not installed. Install it (pip install {install}), or use csv_monitor.")
+
+
+class Monitor:
+    """Takes events; what derives from it writes them, on rank 0."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled = bool(_of(monitor_config, "enabled", False))
+        self.writes = self.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write each event; nothing on other ranks than 0."""
+        if self.writes:
+            for name, value, step in event_list:
+                self.write(name, value.item() if isinstance(value, Tensor) else value, step)
+            self.flush()
+
+    def write(self, name: str, value: float, step: int) -> None:
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Make what was written visible to readers."""
+
+
+class csvMonitor(Monitor):
+    """A file for each name. Files of an earlier run are continued."""
+
+    def __init__(self, csv_config: Any) -> None:
+        super().__init__(csv_config)
+        self.log_dir = str(_folder(csv_config, "csv_monitor"))
+        if self.writes:
+            os.makedirs(self.log_dir, exist_ok=True)
+
+    def write(self, name: str, value: float, step: int) -> None:
+        path = Path(self.log_dir, name.replace("/", "_").replace(" ", "_") + ".csv")
+        fresh = not path.exists()
+        with path.open("a", newline="") as file:
+            csv.writer(file).writerows(([["step", name.split("/")[-1]]] if fresh else []) + [[step, value]])
+
+
+class TensorBoardMonitor(Monitor):
+    """A scalar for each name."""
+
+    summary_writer: Any = None
+
+    def __init__(self, tensorboard_config: Any) -> None:
+        super().__init__(tensorboard_config)
+        _need("tensorboard", "tensorboard", "tensorboard")
+        if self.writes:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.summary_writer = SummaryWriter(log_dir=str(_folder(tensorboard_config, "tensorboard")))
+
+    def write(self, name: str, value: float, step: int) -> None:
+        self.summary_writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
+
+class WandbMonitor(Monitor):
+    """A run, begun when this is built."""
+
+    def __init__(self, wandb_config: Any) -> None:
+        super().__init__(wandb_config)
+        _need("wandb", "wandb", "wandb")
+        if self.writes:
+            import wandb
+
+            self.wandb = wandb
+            project = _of(wandb_config, "project", "deepspeed")
+            wandb.init(project=project, group=_of(wandb_config, "group"), entity=_of(wandb_config, "team"))
+
+    def write(self, name: str, value: float, step: int) -> None:
+        self.wandb.log({name: value}, step=step)
+
+
+_KINDS = {"tensorboard": TensorBoardMonitor, "csv_monitor": csvMonitor, "wandb": WandbMonitor}
+
+
+class MonitorMaster(Monitor):
+    """All monitors that a configuration enables; `tb_monitor`, `csv_monitor`, `wandb_monitor` are None or one of them.
+
+    Raises ConfigError for one that is not installed, and for comet.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        sections = {name: section for name in (*_KINDS, "comet") if _of(section := _of(monitor_config, name), "enabled", False)}
+        super().__init__({"enabled": bool(sections)})
+        self.monitor_config = monitor_config
+        if "comet" in sections:
+            raise ConfigError("comet.enabled: there is no Comet monitor here. Use tensorboard, csv_monitor or wandb.")
+        self._monitors = {name: _KINDS[name](section) for name, section in sections.items()}
+        self.tb_monitor = self._monitors.get("tensorboard")
+        self.csv_monitor, self.wandb_monitor = self._monitors.get("csv_monitor"), self._monitors.get("wandb")
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for monitor in self._monitors.values():
+            monitor.write_events(event_list)

@@ -1,0 +1,102 @@
+"""deepspeed.ops.op_builder: which operations there are. Nothing is compiled; `load` gives the module that does the work.
+
+`is_compatible` tells what zeroshard does in pure Python: scripts and tests ask it before they use an optimizer or a disk.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from ...errors import ConfigError
+
+_PACKAGE = __name__.split(".")[0]
+_OPTIMIZERS = f"{__package__}.cpu_optimizers"
+
+
+class OpBuilder:
+    """An operation of DeepSpeed's: NAME, and the module of zeroshard that does it (None: there is none)."""
+
+    NAME = "op"
+    module: str | None = None
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether zeroshard does it. verbose: say why not."""
+        if verbose and self.module is None:
+            print(f"{self.name}: not in zeroshard")
+        return self.module is not None
+
+    def load(self, verbose: bool = True) -> ModuleType:
+        """The module that does it, with names of its own. Raises ConfigError where there is none."""
+        if self.module is None:
+            raise ConfigError(
+                f"deepspeed.ops.op_builder.{type(self).__name__}: zeroshard compiles nothing and has no {self.name}. Ask "
+                "is_compatible() first, and leave out what needs it."
+            )
+        return importlib.import_module(self.module)
+
+    builder = load
+
+
+_NAMES = {
+    "CPUAdamBuilder": ("cpu_adam", _OPTIMIZERS),
+    "CPUAdagradBuilder": ("cpu_adagrad", _OPTIMIZERS),
+    "CPULionBuilder": ("cpu_lion", _OPTIMIZERS),
+    "FusedAdamBuilder": ("fused_adam", _OPTIMIZERS),
+    "FusedLionBuilder": ("fused_lion", _OPTIMIZERS),
+    "AsyncIOBuilder": ("async_io", f"{_PACKAGE}.io.async_file"),
+    "PinMemoryBuilder": ("pin_memory", f"{_PACKAGE}.memory.pool"),
+    "FusedLambBuilder": ("fused_lamb", None),
+    "GDSBuilder": ("gds", None),
+    "DeepCompileBuilder": ("dc", None),
+    "EvoformerAttnBuilder": ("evoformer_attn", None),
+    "FPQuantizerBuilder": ("fp_quantizer", None),
+    "InferenceBuilder": ("transformer_inference", None),
+    "InferenceCoreBuilder": ("inference_core_ops", None),
+    "InferenceCutlassBuilder": ("cutlass_ops", None),
+    "QuantizerBuilder": ("quantizer", None),
+    "RaggedOpsBuilder": ("ragged_device_ops", None),
+    "RaggedUtilsBuilder": ("ragged_ops", None),
+    "RandomLTDBuilder": ("random_ltd", None),
+    "SpatialInferenceBuilder": ("spatial_inference", None),
+    "StochasticTransformerBuilder": ("stochastic_transformer", None),
+    "TransformerBuilder": ("transformer", None),
+    "UtilsBuilder": ("utils", None),
+    "CCLCommBuilder": ("deepspeed_ccl_comm", None),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", None),
+    "NotImplementedBuilder": ("deepspeed_not_implemented", None),
+}
+BUILDERS: dict[str, type[OpBuilder]] = {
+    name: type(name, (OpBuilder,), {"NAME": op, "module": module, "__module__": __name__, "__doc__": f"The operation {op!r}."})
+    for name, (op, module) in _NAMES.items()
+}
+globals().update(BUILDERS)
+
+ALL_OPS = {builder.NAME: builder() for builder in BUILDERS.values()}
+compatible_ops = {name: op.is_compatible() for name, op in ALL_OPS.items()}  # deepspeed.ops.__compatible_ops__
+installed_ops = dict.fromkeys(ALL_OPS, False)  # none is compiled beforehand
+
+
+def _short(version: str | tuple | None) -> str:
+    """'2.13.0+cpu' -> '2.13'; '0.0' for what is not there, as in DeepSpeed."""
+    parts = version if isinstance(version, tuple) else (version or "0.0").split("+")[0].split(".")
+    return ".".join(map(str, parts[:2]))
+
+
+def _torch_info() -> dict[str, object]:
+    nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.cuda.is_available() else None
+    return {
+        "version": _short(torch.__version__),
+        "bf16_support": torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
+        "cuda_version": _short(torch.version.cuda),
+        "nccl_version": _short(nccl),
+        "hip_version": _short(torch.version.hip),
+    }
+
+
+torch_info = _torch_info()

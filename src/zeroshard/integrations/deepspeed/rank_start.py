@@ -1,0 +1,33 @@
+"""The first moments of a rank that zeroshard-deepspeed started: become the user's program. Imports nothing of zeroshard.
+
+    python rank_start.py '{"position": 2, "cores": [0, 1], "log": "folder/20260101120000"}' python -u script.py --steps 3
+
+torchrun gives every rank the same arguments; what differs from rank to rank is done here: `--local_rank=N` is put at
+`position` of the command (null: nowhere), the rank keeps its part of `cores` (null: all cores), and its output goes to
+<log>_rank<RANK>.log (null: where the launcher's goes).
+"""
+
+import json
+import os
+import sys
+
+
+def main() -> None:
+    plan, command = json.loads(sys.argv[1]), sys.argv[2:]
+    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    os.environ["LOCAL_SIZE"] = str(ranks)  # what DeepSpeed's launcher calls it
+    if plan["position"] is not None:
+        command.insert(plan["position"], f"--local_rank={rank}")
+    if plan["cores"] is not None:
+        each = len(plan["cores"]) // ranks
+        os.sched_setaffinity(0, plan["cores"][rank * each : (rank + 1) * each])
+        os.environ["OMP_NUM_THREADS"] = str(each)
+    if plan["log"] is not None:
+        log = os.open(f"{plan['log']}_rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

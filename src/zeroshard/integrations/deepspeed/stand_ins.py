@@ -1,0 +1,150 @@
+"""Names of DeepSpeed that are imported, inherited from or asked with isinstance, without being what zeroshard does.
+
+A *stand-in* is a class or function that can be imported; building or calling it raises `NotSupported` with what to use
+instead. The optimizers' base classes are real: plain classes without a constructor, which the engine's optimizer inherits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import ZeroshardError
+
+
+class NotSupported(ZeroshardError, NotImplementedError):
+    """A part of DeepSpeed that zeroshard does not have; the message says what to use instead."""
+
+
+def _stand_in(name: str, remedy: str, base: type = object) -> Any:
+    """A class of that name; deriving from it is fine, building it or a derived one raises."""
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupported(f"zeroshard.deepspeed has no {name}{'' if cls.__name__ == name else f' (for {cls.__name__})'}: {remedy}")
+
+    return type(name, (base,), {"__new__": refuse, "__module__": __name__, "__doc__": f"Not in zeroshard: {remedy}"})
+
+
+def _refused(name: str, remedy: str) -> Any:
+    """A function of that name which raises when called."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotSupported(f"zeroshard.deepspeed has no {name}: {remedy}")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Not in zeroshard: {remedy}"
+    return refuse
+
+
+# -- optimizers that scripts ask for with isinstance --------------------------------------------------------------
+
+
+class DeepSpeedOptimizer(ABC):
+    """Base of what `engine.optimizer` is; ABC: an optimizer class may also be registered."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Of stages 1, 2 and 3."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Of stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
+    """Of stage 3."""
+
+
+class BF16_Optimizer(ZeROOptimizer):
+    """Of stage 0 or 1 in bf16 with fp32 masters."""
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """Of stage 0 in fp16."""
+
+
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
+    """Of stage 0 in fp16, for optimizers that look at whole parameters."""
+
+
+class ZeRORuntimeException(Exception):
+    """What DeepSpeed raises for impossible combinations of ZeRO's options."""
+
+
+# -- parallelism other than data ----------------------------------------------------------------------------------
+
+_PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
+_MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
+_SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
+_INFER = "for inference call deepspeed.initialize without an optimizer (stage 3), or export the model and use an inference engine."
+_COMPRESS = "use AdamW, DeepSpeedCPUAdam or DeepSpeedCPULion: gradients are reduced in full."
+
+PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
+PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
+LayerSpec = _stand_in("LayerSpec", _PIPE)
+TiedLayerSpec = _stand_in("TiedLayerSpec", _PIPE, LayerSpec)
+ProcessTopology = _stand_in("ProcessTopology", _PIPE)
+PipeDataParallelTopology = _stand_in("PipeDataParallelTopology", _PIPE, ProcessTopology)
+PipeModelDataParallelTopology = _stand_in("PipeModelDataParallelTopology", _PIPE, ProcessTopology)
+MoE = _stand_in("MoE", _MOE, nn.Module)
+Experts = _stand_in("Experts", _MOE, nn.Module)
+TopKGate = _stand_in("TopKGate", _MOE, nn.Module)
+DistributedAttention = _stand_in("DistributedAttention", _SEQUENCE, nn.Module)
+UlyssesSPAttentionHF = _stand_in("UlyssesSPAttentionHF", _SEQUENCE, nn.Module)
+UlyssesSPDataLoaderAdapter = _stand_in("UlyssesSPDataLoaderAdapter", _SEQUENCE)
+InferenceEngine = _stand_in("InferenceEngine", _INFER, nn.Module)
+DeepSpeedHybridEngine = _stand_in("DeepSpeedHybridEngine", _INFER, nn.Module)
+DeepSpeedInferenceConfig = _stand_in("DeepSpeedInferenceConfig", _INFER)
+DeepSpeedTransformerLayer = _stand_in("DeepSpeedTransformerLayer", "use torch.nn.TransformerEncoderLayer.", nn.Module)
+DeepSpeedTransformerConfig = _stand_in("DeepSpeedTransformerConfig", "use torch.nn.TransformerEncoderLayer.")
+FlopsProfiler = _stand_in("FlopsProfiler", "use torch.utils.flop_counter.FlopCounterMode on the model before it is sharded.")
+TiledLinear = _stand_in("TiledLinear", "use zs.tile(model, ...), which cuts linear layers of a model into tiles.", nn.Module)
+
+init_inference = _refused("init_inference", _INFER)
+default_inference_config = _refused("default_inference_config", _INFER)
+replace_transformer_layer = _refused("replace_transformer_layer", _INFER)
+tp_model_init = _refused("tp_model_init", "shard with stage 3 instead of tensor parallelism.")
+set_autotp_mode = _refused("set_autotp_mode", "shard with stage 3 instead of tensor parallelism.")
+
+# -- optimizers ---------------------------------------------------------------------------------------------------
+
+_LAMB = "use AdamW, FusedAdam or FusedLion, or torch.optim.AdamW with a warm-up for large batches. LAMB needs norms of whole parameters."
+FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
+OnebitAdam = _stand_in("OnebitAdam", _COMPRESS, torch.optim.Optimizer)
+OnebitLamb = _stand_in("OnebitLamb", _COMPRESS, torch.optim.Optimizer)
+ZeroOneAdam = _stand_in("ZeroOneAdam", _COMPRESS, torch.optim.Optimizer)
+
+
+# -- deepspeed.moe.utils: a model without MoE layers has no expert parameters --------------------------------------
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """(False, 0): no MoE layer can be built here."""
+    return False, 0
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Whether a parameter is marked as one rank's own (`param.allreduce = False`)."""
+    return not getattr(param, "allreduce", True)
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return param_group.get("moe", False)
+
+
+def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(parameters of all ranks, those marked as experts)."""
+    return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
+
+
+def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: float = 178956971) -> list[dict[str, Any]]:
+    """The groups as a list. Raises NotSupported where a parameter is marked as an expert's."""
+    if not isinstance(param_groups, (dict, list, tuple)):
+        raise ValueError(f"param_groups: expected a dict, or a list or tuple of them, got {type(param_groups).__name__}")
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    if any(is_moe_param(param) for group in groups for param in group["params"]):
+        raise NotSupported(f"param_groups: a parameter is marked as an expert's (allreduce=False), which is not supported: {_MOE}")
+    return groups
