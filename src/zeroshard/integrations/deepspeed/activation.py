@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ...activation_checkpointing.checkpoint import checkpoint_activations
-from .stand_ins import logger
+from .ds_config import read_config
+from .logs import logger
 
 
 @dataclass
@@ -62,8 +63,6 @@ def configure(
 def section_of(config: Any) -> dict[str, Any]:
     """The activation_checkpointing section of a configuration in any form."""
     if not hasattr(config, "_param_dict"):
-        from .ds_config import read_config
-
         return read_config(config).get("activation_checkpointing", {})
     return config._param_dict.get("activation_checkpointing", {})
 

@@ -16,7 +16,7 @@ from ...checkpoint.directory import LATEST, write_whole
 from ...comm.codec import exchange_values
 from ...errors import CheckpointNotFound
 from ...zero.runtime import runtime_of
-from .stand_ins import logger
+from .logs import logger
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 

@@ -38,24 +38,3 @@ class DeepSpeedDataLoader:
 
     def __len__(self) -> int:
         return len(self.dataloader)
-
-
-class RepeatingLoader:
-    """Begins anew where the loader ends; `next(loader)` never stops."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-        self._iterator = iter(loader)
-
-    def __iter__(self) -> RepeatingLoader:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(self.loader)
-            return next(self._iterator)
-
-    def __len__(self) -> int:
-        return len(self.loader)

@@ -25,7 +25,7 @@ from ...zero.runtime import runtime_of
 from .checkpoints import Checkpoints
 from .engine_optimizer import wrap
 from .engine_settings import Settings
-from .stand_ins import logger
+from .logs import logger
 
 _scaled: set[int] = set()  # the graph tasks of backwards that an engine scaled already
 
@@ -88,7 +88,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._hold(self._sums_locally())
-        if self._config.fp16_auto_cast:
+        if self.fp16_auto_cast():
             args, kwargs = map_tensors(_half, (args, kwargs))
         with self._autocast():
             output = self.module(*args, **kwargs)

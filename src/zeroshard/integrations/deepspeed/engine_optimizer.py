@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .stand_ins import ZeROOptimizer
+from . import stand_ins
 
 
-class EngineOptimizer(ZeROOptimizer):
+class EngineOptimizer:
     """Around a sharded optimizer, which is `.optimizer`. Attributes that it lacks are that one's."""
 
     def __init__(self, optimizer: Any, config: Any) -> None:
@@ -99,20 +99,20 @@ class EngineOptimizer(ZeROOptimizer):
         """`engine.destroy()` frees everything."""
 
 
-class DeepSpeedZeroOptimizer(EngineOptimizer):
-    """Stages 1 and 2."""
+class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
+    """isinstance holds for DeepSpeed's names."""
 
 
-class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
-    """Stage 3."""
+class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
+    """isinstance holds for DeepSpeed's names."""
 
 
-class BF16_Optimizer(EngineOptimizer):
-    """bf16 at stage 0."""
+class Stage0InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
+    """isinstance holds for DeepSpeed's names."""
 
 
-class FP16_Optimizer(EngineOptimizer):
-    """fp16 at stage 0."""
+class Stage0InFP16(EngineOptimizer, stand_ins.FP16_Optimizer):
+    """isinstance holds for DeepSpeed's names."""
 
 
 def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
@@ -121,7 +121,7 @@ def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
     if optimizer is None:
         return None
     if stage:
-        return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(optimizer, config)
+        return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)
     if config.float16_config.enabled:
-        return FP16_Optimizer(optimizer, config)
-    return BF16_Optimizer(optimizer, config) if config.bfloat16_config.enabled else optimizer
+        return Stage0InFP16(optimizer, config)
+    return Stage0InBF16(optimizer, config) if config.bfloat16_config.enabled else optimizer

@@ -27,7 +27,7 @@ _QUESTIONS = {  # method -> where the answer is in the configuration
     "zero_gather_16bit_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
     "fp16_enabled": "float16_config.enabled",
     "bfloat16_enabled": "bfloat16_config.enabled",
-    "fp16_auto_cast": "fp16_auto_cast",
+    "fp16_auto_cast": "float16_config.auto_cast",
 }  # fmt: skip
 
 

@@ -17,11 +17,13 @@ from ...comm import backend_select
 from ...zero.runtime import runtime_of
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader
-from .ds_config import DeepSpeedConfig, DeepSpeedConfigError, build_optimizer, shard_options
+from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
-from .stand_ins import PipelineModule, ZeRORuntimeException, logger
+from .sections import DeepSpeedConfigError
+from .shard_options import build_optimizer, cast_buffers, shard_options
+from .stand_ins import PipelineModule, ZeRORuntimeException
 
 
 def initialize(
@@ -81,7 +83,8 @@ def _initialize(
     device, local_rank = _device(args)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
         api.close(model)
-    leaf_modules.apply_config(model, config)
+    leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
+    cast_buffers(config, model)
     _move(model, device)
     activation.apply_config(model, config, mpu)
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
@@ -190,9 +193,3 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", default=False, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--deepscale_config", default=None, type=str, help=argparse.SUPPRESS)
     return parser
-
-
-def without_engine(*args: Any, **kwargs: Any) -> Any:
-    """init_inference and its like."""
-    logger.error("zeroshard trains: use an inference engine with weights of engine.save_16bit_model().")
-    raise NotImplementedError("deepspeed.init_inference: not served; export the weights and use an inference engine.")
