@@ -47,6 +47,7 @@ from .errors import (
     ZeroshardError,
 )
 from .optim.lion import Lion
+from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.step_record import StepRecord
 from .planner.forecast import Forecast, forecast
 from .planner.report import Report, report
@@ -65,6 +66,6 @@ __all__ = [
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "report", "save", "save_safetensors", "shard",
-    "stop_together", "tile", "tiled_cross_entropy",
+    "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "report", "save", "save_safetensors", "shard",
+    "state_of", "stop_together", "tile", "tiled_cross_entropy", "value_of",
 ]  # fmt: skip

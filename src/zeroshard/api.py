@@ -19,11 +19,11 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .comm.codec import exchange_values, sendable
 from .config import Config, Tier
 from .errors import ConfigError, OffloadIOError, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
+from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_parameters, check_steps_itself
 from .tensor.attributes import attributes_of
@@ -370,11 +370,6 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return result
 
 
-def _on_host(value: Any) -> Any:
-    """Other ranks have other devices."""
-    return value.cpu() if isinstance(value, Tensor) else value
-
-
 def _cloned(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
@@ -385,30 +380,5 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     runtime.attendance.refuse("zs.full_optimizer_state")
     core = _core(runtime)
     states = core.state_by_param()
-    return {spec.name: _full_state(core, group, index, states) for group in runtime.groups
+    return {spec.name: whole_states(group, index, states.get(group.params[index], {})) for group in runtime.groups
             for index, spec in enumerate(group.specs) if group.trainable}  # fmt: skip
-
-
-def _full_state(core: OptimizerCore, group: ParamGroup, index: int, states: dict) -> dict[str, Any]:
-    """One parameter's states. A rank that holds nothing of it takes the keys and scalars from the others."""
-    mine = states.get(group.params[index], {})
-    plain = {k: _on_host(v) for k, v in mine.items() if not isinstance(v, ShardedTensor)}
-    sharded = {k: v._local for k, v in mine.items() if isinstance(v, ShardedTensor)}
-    kept = {k for k, v in plain.items() if not sendable(v)}  # of a class of its own
-    mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
-    everyone = exchange_values(core.comm, mine, "optimizer state: keys")
-    for key in sorted({key for _, _, theirs in everyone for key in theirs}):
-        if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
-            raise ConfigError(
-                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain data "
-                "that could be sent to them."
-            )
-    result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
-    for other, dtypes, _ in everyone:
-        result |= {k: v for k, v in other.items() if k not in result}
-        for key, dtype in dtypes.items():
-            sharded.setdefault(key, torch.empty(0, dtype=dtype, device=core.comm.device))
-    for key in sorted(sharded):
-        result[key] = group.homes[index].gather_local(sharded[key]).view(group.specs[index].shape)
-    return result
-

@@ -169,6 +169,8 @@ class OptimizerCore:
         runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
+            if unit.pinned:
+                raise ZeroshardError(f"optimizer.step() inside zs.gathered: {unit.name} is whole, for a while. Step outside of it.")
         check_members(self.outer, self.members, runtime.groups)
         runtime.flush()
         runtime.attendance.tell("step", plain_options(self.outer))
@@ -360,7 +362,7 @@ class OptimizerCore:
 
     def refresh_masters(self, group: ParamGroup) -> None:
         """Masters follow what the user wrote into parameters since the last step."""
-        if not group.values.sharded:
+        if not group.values.sharded and not group.unit.pinned:  # inside zs.gathered parameters count other writes
             for index, param in enumerate(group.params):
                 if param._version != group.versions[index]:
                     group.versions[index] = param._version

@@ -1,15 +1,18 @@
-"""`zs.gathered`: for a while the modules hold ordinary, whole parameters.
+"""`zs.gathered`: for a while parameters are ordinary and whole.
 
-They are copies. On exit the sharded parameters return to their places, and ranks compare, in one exchange, what was
-done to the copies; values are taken over only where that was announced (write=True) and is the same on every rank.
-Anything else raises on every rank, with the model as it was before.
+    at rest     the user's object, and what the modules show, is the sharded parameter
+    gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
+
+On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Values are taken over
+only where that was announced: equal on every rank (write=True), or those of one rank, for all (modifier_rank). Anything
+else raises on every rank, with the model as it was before. So it is with parameters that are born under `zs.init`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,106 +20,261 @@ from torch import Tensor, nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
-from ..errors import ShardedWriteError, ZeroshardError
+from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of
-from .shard_model import write_value
-from .unit import ParamGroup, ParamHome, Unit
+from .init_context import BirthHome
+from .shard_model import exchange, write_value
+from .unit import ParamHome, Unit
+
+_BROADCAST_NBYTES = 1 << 26  # of one rank's values that travel at a time
 
 
 @contextlib.contextmanager
-def gathered(module: nn.Module, *, write: bool = False) -> Iterator[nn.Module]:
-    """The whole module as ordinary tensors (collective), on every rank.
+def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None) -> Iterator[Any]:
+    """Parameters as ordinary, whole tensors (collective), on every rank; a unit at a time is gathered to make the copies.
 
-    write=True: what is written inside is kept; every rank must write the same values, else ShardedWriteError names
-    parameter and ranks. Without it, a write raises on exit and is undone. Stages with replicated parameters included.
+    Args:
+        what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them).
+            Every rank gives the same ones, in any order. Those that were born under `zs.init` count as well.
+        write: keep what is written inside; every rank must write the same values.
+        modifier_rank: keep what this rank writes inside, on all ranks; what the others write is dropped.
+
+    Without either a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a running forward
+    that takes gradients parameters stay as they are: operations compute with the gathered ones there, gradients included.
+    What is gathered already stays so, for reading.
     """
-    if any(isinstance(param, _Copy) for param in module.parameters()):
+    module = isinstance(what, nn.Module)
+    params = list(what.parameters()) if module else parameters_in(what)
+    if module and any(map(is_gathered, params)):
         raise ZeroshardError("zs.gathered inside zs.gathered: this module, or a part of it, is gathered already.")
-    wanted = {id(param) for param in module.parameters()}
-    runtimes = {id(home.group.runtime): home.group.runtime for home in map(_home_of, module.parameters()) if home}
-    if not runtimes:
+    gathering = Gathering(params, write=write, modifier_rank=modifier_rank)
+    if module and not gathering.found:
         raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
-    for runtime in runtimes.values():
-        runtime.attendance.refuse("zs.gathered")
-        runtime.recover()
-    views = [
-        _View(unit)
-        for runtime in runtimes.values()
-        for unit in runtime.units
-        if any(id(param) in wanted for group in unit.groups for param in group.params)
-    ]
-    for view in views:
-        view.open()
+    gathering.open()
     try:
-        yield module
+        yield what if isinstance(what, (nn.Module, Tensor)) else params
     except BaseException:
-        for view in views:
-            view.close()
+        gathering.close()
         raise
-    problems = [problem for view in views for problem in view.close()]
-    _settle([copy for view in views for copy in view.copies], problems, write)
+    gathering.close()
+    refuse(gathering.agree())
+    gathering.keep()
 
 
-def _home_of(param: nn.Parameter) -> ParamHome | None:
+def parameters_in(what: Any) -> list[Tensor]:
+    """The tensors of a parameter, None, or an iterable of both. Raises TypeError for anything else."""
+    given = [what] if what is None or isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
+    for each in given:
+        if each is not None and not isinstance(each, Tensor):
+            raise TypeError(f"zs.gathered: expected a module, a parameter or an iterable of parameters, got {type(each).__name__}.")
+    return [each for each in given if each is not None]
+
+
+def is_gathered(param: Tensor) -> bool:
+    """Whether a parameter is whole because of `zs.gathered`."""
+    return "_gathered" in param.__dict__
+
+
+def home_of(param: Tensor) -> ParamHome | BirthHome | None:
+    """The home of a parameter at rest: of a sharded model, or born under `zs.init`; None for any other tensor."""
     home = getattr(param, "_home", None)
-    return home if isinstance(home, ParamHome) else None
+    return home if isinstance(param, nn.Parameter) and isinstance(home, (ParamHome, BirthHome)) else None
 
 
-class _Copy(nn.Parameter):
-    """An ordinary parameter that stands in for a sharded one."""
+class Gathering:
+    """Some parameters that are whole for a while: `open`, `close`; then `agree` and, where nothing was wrong, `keep`."""
 
+    def __init__(self, params: Iterable[Tensor], *, write: bool = False, modifier_rank: int | None = None) -> None:
+        self.write, self.modifier_rank = write, modifier_rank
+        self._writes = write or modifier_rank is not None
+        self.found: list[nn.Parameter] = []  # sharded parameters, in the same order on every rank
+        self._wholes: list[_Whole] = []
+        self._opened: list[tuple[Unit, bool, int]] = []  # was it pinned before; bytes of its copies
+        self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # of each group of ranks: what all ranks told
+        params = list({id(param): param for param in params}.values())
+        again = [param._gathered.home.name for param in params if is_gathered(param)]  # type: ignore[attr-defined]
+        if again and self._writes:
+            raise ZeroshardError(f"zs.gathered inside zs.gathered: {again[0]} is gathered already. Announce the write there.")
+        self.found = sorted((param for param in params if home_of(param)), key=_order)  # type: ignore[misc,arg-type]
+        self._check()
 
-class _View:
-    """One unit inside `zs.gathered`: whole copies in the modules."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.copies: list[tuple[ParamGroup, int, _Copy]] = []
-        self._versions: list[int] = []
-        self.nbytes = 0  # of the copies
+    def _check(self) -> None:
+        for param in self.found:
+            home: Any = param._home  # type: ignore[attr-defined]
+            world_size = home.comm.world_size
+            if self.write and self.modifier_rank is not None:
+                raise ConfigError("zs.gathered: expected write=True (all ranks write) or modifier_rank=... (one does), got both.")
+            if self.modifier_rank is not None and self.modifier_rank not in range(world_size):
+                raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {self.modifier_rank!r}.")
+        for runtime in {id(home.group.runtime): home.group.runtime for home in map(home_of, self.found) if isinstance(home, ParamHome)}.values():
+            runtime.attendance.refuse("zs.gathered")
+            runtime.recover()
 
     def open(self) -> None:
-        """Put copies into the modules; `close` is the inverse."""
-        self.unit.swap_out()
-        self.unit.ready()
-        for group in self.unit.groups:
-            for index, spec in enumerate(group.specs):
-                param = group.params[index]
-                copy = _Copy(group.values.views[index].detach().clone(), requires_grad=param.requires_grad)
-                copy.__dict__.update(attributes_of(param))
-                self.copies.append((group, index, copy))
-                self._versions.append(_version(copy))
-                for owner, attribute in spec.owners:
-                    owner._parameters[attribute] = copy
-        self.unit.release()
-        self.unit.pinned = True
-        self.nbytes = sum(copy.nbytes for _, _, copy in self.copies)
-        self.unit.groups[0].values.ledger.enter(GATHERED, self.nbytes)  # beside what the unit takes when it is gathered
+        """Make copies, and let the parameters' objects be them (collective)."""
+        units: dict[int, list[nn.Parameter]] = {}
+        for param in self.found:
+            home = home_of(param)
+            units.setdefault(id(home.group.unit) if isinstance(home, ParamHome) else 0, []).append(param)
+        try:
+            for key, params in units.items():
+                if key:
+                    self._open_unit(params)
+                else:
+                    self._wholes += [_Whole(param, param.full_tensor(), self) for param in params]  # type: ignore[attr-defined]
+        except BaseException:
+            self.close()
+            raise
 
-    def close(self) -> list[tuple[str, str]]:
-        """Put the parameters back; what befell the copies: (what, parameter)."""
-        self.unit.pinned = False
-        self.unit.groups[0].values.ledger.strike(GATHERED, self.nbytes)
-        problems = []
-        for (group, index, copy), version in zip(self.copies, self._versions, strict=True):
-            spec, home = group.specs[index], group.homes[index]
-            if any(owner._parameters.get(attribute) is not copy for owner, attribute in spec.owners):
-                problems.append(("replaced", spec.name))
+    def _open_unit(self, params: list[nn.Parameter]) -> None:
+        homes: list[ParamHome] = [param._home for param in params]  # type: ignore[attr-defined]
+        unit, runtime = homes[0].group.unit, homes[0].group.runtime
+        busy = unit.depth > 0 or unit.in_backward
+        if self._writes and busy:
+            raise ZeroshardError(f"zs.gathered: {unit.name} is in use by a forward or a backward: write before it, or after it.")
+        if runtime.in_forward and torch.is_grad_enabled():
+            return
+        if not busy:
+            unit.swap_out()
+        unit.ready()
+        views = [home.group.values.views[home.index].detach().clone() for home in homes]
+        wholes = [_Whole(param, view, self) for param, view in zip(params, views, strict=True)]
+        self._wholes += wholes
+        if not busy:
+            runtime.release(unit)
+        nbytes = sum(view.nbytes for view in views)
+        unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside what the unit takes when it is gathered
+        self._opened.append((unit, unit.pinned, nbytes))
+        # a unit of which only a part is whole, to be read, is gathered by forwards as ever
+        whole = self._writes or not unit.sharded or len(params) == sum(len(group.specs) for group in unit.groups)
+        unit.pinned = unit.pinned or (whole and not busy)
+
+    def close(self) -> None:
+        """The objects are the sharded parameters again; nothing is taken over yet. Not collective."""
+        for unit, pinned, nbytes in reversed(self._opened):
+            unit.pinned = pinned
+            unit.groups[0].values.ledger.strike(GATHERED, nbytes)
+        self._opened = []
+        for whole in self._wholes:
+            whole.close()
+
+    def agree(self) -> dict[str, list[str]]:
+        """What befell the copies that `keep` may not take over: what -> "name (on rank r)" (collective)."""
+        named: dict[str, list[str]] = {}
+        comms = {id(whole.home.comm): whole.home.comm for whole in self._wholes}
+        for key, comm in comms.items():
+            wholes = [whole for whole in self._wholes if id(whole.home.comm) == key]
+            problems = [(what, whole.home.name) for whole in wholes for what in whole.problems if not self._writes or what != "written"]
+            tells = self.write or self.modifier_rank == comm.rank
+            mine = [whole.told(changed=not self.write) if tells else None for whole in wholes]
+            label = f"end of gathered(write={self.write}, modifier_rank={self.modifier_rank})"
+            everyone = exchange_values(comm, (problems, mine), label)
+            for rank, (theirs, _) in enumerate(everyone):
+                for what, name in theirs:
+                    named.setdefault(what, []).append(f"{name} (on rank {rank})")
+            told = [told for _, told in everyone]
+            if self.write and not named:
+                _check_equal(wholes, told)
+            self._told.append((wholes, told))
+        return named
+
+    def keep(self) -> None:
+        """Take over what was announced (collective)."""
+        for wholes, told in self._told if self._writes else ():
+            comm: Comm = wholes[0].home.comm
+            comm.fence_write()
+            for number, whole in enumerate(wholes):
+                if self.write:
+                    whole.take(whole.copy)
+                elif told[self.modifier_rank][number] is not None:  # type: ignore[index]
+                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore[index,arg-type]
+            comm.fence_read()
+
+
+def _order(param: nn.Parameter) -> tuple[int, int, int]:
+    """The same on every rank, whatever the order in which they were given."""
+    home: Any = home_of(param)
+    return (1, home.group.values.number, home.index) if isinstance(home, ParamHome) else (0, home.number, 0)
+
+
+class _Whole:
+    """A parameter while it is whole. copy: the ordinary parameter, in `param` until `close`. problems: what befell it."""
+
+    def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
+        self.param, self.home = param, home_of(param)
+        self.copy = nn.Parameter(value, requires_grad=param.requires_grad)
+        self.copy.__dict__.update(attributes_of(param))
+        self.problems: list[str] = []
+        self._open = [True]
+        if self.copy.requires_grad:
+            self.copy.register_hook(_late_gradient(self.home.name, self._open))  # type: ignore[union-attr]
+        self._version = _version(self.copy)
+        tells = gathering.modifier_rank == self.home.comm.rank  # type: ignore[union-attr]
+        self._sum = zlib.crc32(_raw(self.copy)) if tells else None
+        exchange(param, self.copy)
+        param._gathered = self  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Exchange the objects back, and see what was done."""
+        if not self._open:
+            return
+        self._open.clear()
+        del self.param.__dict__["_gathered"]
+        exchange(self.param, self.copy)
+        copy, home = self.copy, self.home
+        local = self.param._held if isinstance(home, BirthHome) else home.group.local(home.index)  # type: ignore[union-attr,attr-defined]
+        if isinstance(home, ParamHome):
+            spec = home.group.specs[home.index]
+            if any(owner._parameters.get(attribute) is not self.param for owner, attribute in spec.owners):
+                self.problems.append("replaced")
             elif tuple(copy.shape) != spec.shape:
-                problems.append(("resized", spec.name))
-            elif copy.grad is not None:
-                problems.append(("given a gradient", spec.name))
-            elif _version(copy) != version or not _same(copy.detach().reshape(-1)[home.start : home.stop], group.local(index)):
-                problems.append(("written", spec.name))
-            param = group.params[index]
-            for key, value in attributes_of(copy).items():
-                setattr(param, key, value)
-            if param.requires_grad is not copy.requires_grad:
-                param.requires_grad_(copy.requires_grad)
+                self.problems.append("resized")
             for owner, attribute in spec.owners:
-                owner._parameters[attribute] = param
-        return problems
+                owner._parameters[attribute] = self.param
+        if not self.problems and copy.grad is not None:
+            self.problems.append("given a gradient")
+        if not self.problems:
+            same = copy.shape == self.param.shape and _same(copy.detach().reshape(-1)[home.start : home.stop], local)  # type: ignore[union-attr]
+            if _version(copy) != self._version or not same:
+                self.problems.append("written")
+        for key, value in attributes_of(copy).items():
+            setattr(self.param, key, value)
+        if self.param.requires_grad is not copy.requires_grad:
+            self.param.requires_grad_(copy.requires_grad)
+
+    def told(self, changed: bool) -> tuple[list[int], str, int] | None:
+        """Shape, dtype and checksum, for the other ranks. changed: None where nothing was written."""
+        found = zlib.crc32(_raw(self.copy))
+        if changed and not self.problems and found == self._sum:
+            return None
+        return list(self.copy.shape), str(self.copy.dtype).removeprefix("torch."), found
+
+    @torch.no_grad()
+    def take(self, value: Tensor) -> None:
+        """The parameter becomes `value`, whole."""
+        home = self.home
+        if isinstance(home, ParamHome):
+            write_value(home.group, home.index, value)
+            if not home.group.values.sharded:
+                home.group.put_whole(home.index)
+        elif (value.shape, value.dtype) == (self.param.shape, self.param.dtype):
+            self.param.copy_(value)
+        else:  # the size and dtype of one that is only born may change
+            self.param.data = value.to(self.param.device)
+
+
+def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
+    """Refuses a gradient that comes to a copy when that is gone. It must not refer to the copy: see zero/hooks.py."""
+
+    def refuse_late(_: Tensor) -> None:
+        if not opened:
+            raise ShardedAccessError(
+                f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and would "
+                "be lost. Compute it in the model's forward, or under torch.no_grad()."
+            )
+
+    return refuse_late
 
 
 def _version(tensor: Tensor) -> int:
@@ -131,37 +289,35 @@ _REMEDIES = {
 }
 
 
-def _settle(copies: list[tuple[ParamGroup, int, _Copy]], problems: list[tuple[str, str]], write: bool) -> None:
-    """Agree on what was done inside; take it over or raise, on every rank alike."""
-    if write:
-        problems = [(what, name) for what, name in problems if what != "written"]
-    sums = [zlib.crc32(_raw(copy)) for _, _, copy in copies] if write else []
-    comm: Comm = copies[0][0].comm
-    everyone = exchange_values(comm, (problems, sums), f"end of gathered({write=})")
-    named: dict[str, list[str]] = {}
-    for rank, (theirs, _) in enumerate(everyone):
-        for what, name in theirs:
-            named.setdefault(what, []).append(f"{name} (on rank {rank})")
-    for what, names in named.items():
+def refuse(problems: dict[str, list[str]]) -> None:
+    """Raise for what `Gathering.agree` found."""
+    for what, names in problems.items():
         how = "without write=True" if what == "written" else ""
         raise ShardedWriteError(
             f"{what} inside zs.gathered() {how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}"
         )
-    for (group, index, _), given in zip(copies if write else (), zip(*(sums for _, sums in everyone), strict=True), strict=True):
-        if len(set(given)) > 1:
-            ranks = [rank for rank, value in enumerate(given) if value != given[0]]
+
+
+def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:
+    for whole, given in zip(wholes, zip(*told, strict=True), strict=True):
+        ranks = [rank for rank, value in enumerate(given) if value != given[0]]
+        if ranks:
             raise ShardedWriteError(
-                f"{group.specs[index].name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("
-                "write=True). Write the same on every rank (same seed), or broadcast first. Nothing was kept."
+                f"{whole.home.name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("  # type: ignore[union-attr]
+                "write=True). Write the same on every rank (same seed), broadcast first, or give modifier_rank=0. Nothing was kept."
             )
-    if write:
-        comm.fence_write()
-        with torch.no_grad():
-            for group, index, copy in copies:
-                write_value(group, index, copy)
-                if not group.values.sharded:
-                    group.put_whole(index)
-        comm.fence_read()
+
+
+def _from_rank(comm: Comm, rank: int, whole: _Whole, told: tuple[list[int], str, int]) -> Tensor:
+    """What a rank has written into its copy, on the host of every rank (collective)."""
+    shape, dtype, _ = told
+    value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+    given = _raw(whole.copy) if comm.rank == rank else b""
+    content = _raw(value)
+    for begin in range(0, value.nbytes, _BROADCAST_NBYTES):
+        part = comm.exchange(bytes(given[begin : begin + _BROADCAST_NBYTES]), f"what rank {rank} wrote into {whole.home.name}")[rank]  # type: ignore[union-attr]
+        content[begin : begin + len(part)] = part
+    return value
 
 
 def _same(left: Tensor, right: Tensor) -> bool:

@@ -11,6 +11,7 @@ one process and the values are the same bits. Peak: one parameter, not one model
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,11 +33,14 @@ from .shared_storage import Origin
 from .unit import gather_flat
 
 
+_numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
+
+
 class BirthHome:
     """Home of a parameter between its birth and zs.shard: an even cut of its flattened elements."""
 
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
-        self.comm, self.name = comm, name
+        self.comm, self.name, self.number = comm, name, next(_numbers)
         self.origin: Origin | None = None
         part = -(-numel // comm.world_size)
         self.start, self.stop = min(comm.rank * part, numel), min((comm.rank + 1) * part, numel)

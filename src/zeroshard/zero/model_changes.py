@@ -96,6 +96,7 @@ class ValueWatch:
         self._written = [
             (group, index)
             for group in self._groups
+            if not group.unit.pinned  # inside zs.gathered parameters count other writes
             for index, (param, version) in enumerate(zip(group.params, group.versions, strict=True))
             if param._version != version
         ]

@@ -103,6 +103,11 @@ class Runtime:
         """Inside a backward, or after one that has failed."""
         return self.backward is not None and self.backward.begun
 
+    @property
+    def in_forward(self) -> bool:
+        """While a forward runs, or is run again in a backward: operations with parameters compute with the gathered ones."""
+        return bool(self._running) or any(unit.depth for unit in self.units) or (self.in_backward and in_backward())
+
     # -- forward ---------------------------------------------------------------------------------------------
 
     def root_enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -198,8 +203,7 @@ class Runtime:
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
-        running = bool(self._running) or any(each.depth for each in self.units) or (self.in_backward and in_backward())
-        if unit.pinned or not running:
+        if unit.pinned or not self.in_forward:
             return NotImplemented
         return self.run_inside(unit, lambda *args, **kwargs: func(*unit.as_computed(args), **unit.as_computed(kwargs)), args, kwargs)
 

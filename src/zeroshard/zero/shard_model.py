@@ -298,7 +298,7 @@ class Builder:
                 original.data = view  # hooks and identity stay
                 fresh = original
             fresh = self.replaced.get(id(original), original)
-            if type(fresh) is nn.Parameter and group.trainable:
+            if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
                 fresh._home = group.homes[index]  # type: ignore[attr-defined]
             group.params.append(fresh)
@@ -350,6 +350,13 @@ def swap(one: Tensor, other: Tensor) -> bool:
     return True
 
 
+def exchange(one: Tensor, other: Tensor) -> None:
+    """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
 def carry_hooks(source: Tensor, target: Tensor) -> None:
     """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -367,6 +374,7 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
+    group.dirty.discard(index)  # values and masters are of one write
     if group.master is None:
         return
     if group.master.numel == group.layout.shard_numel:

@@ -1,0 +1,248 @@
+"""One parameter's value, gradient and optimizer states, whole or as this rank's slice, wherever they rest.
+
+    zs.value_of(p)                     the fp32 master where there is one; setting it rounds the parameter from it at once
+    zs.gradient_of(p)                  the mean gradient over ranks, as p.grad shows it, free of the loss scale
+    zs.state_of(p, "exp_avg")          one optimizer state; None before the first step
+
+    .full()   .set_full(value)         the whole tensor (shape), equal on every rank
+    .local()  .set_local(value)        this rank's slice, flat (stop - start,): elements [start, stop) of the flattened tensor
+
+What comes back is a copy. `full` and both setters are collective: all ranks call them, for the same parameters in the same order.
+A value that does not fit on one rank raises on all of them, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.codec import exchange_values, sendable
+from ..errors import ConfigError, ZeroshardError
+from ..io.aligned import bytes_of
+from ..tensor.sharded_tensor import ShardedTensor
+from ..zero.gathered_parameters import home_of, is_gathered
+from ..zero.shard_model import write_value
+from ..zero.unit import ParamGroup, ParamHome
+from .state_view import entry, write_entry
+
+
+def value_of(param: Tensor) -> ParameterPart:
+    """The value of a parameter of a sharded model, as exact as it is held. Raises ZeroshardError for any other tensor."""
+    return _Value(param)
+
+
+def gradient_of(param: Tensor) -> ParameterPart:
+    """The mean gradient of a parameter of a sharded model; None where it has none. Setting it is what the next step uses."""
+    return _Gradient(param)
+
+
+def state_of(param: Tensor, key: str) -> ParameterPart:
+    """An optimizer state of a parameter of a sharded model; None where it has none. What is one number a parameter is that number."""
+    return _State(param, key)
+
+
+class ParameterPart(ABC):
+    """What `value_of`, `gradient_of` and `state_of` return: see the head of this file."""
+
+    what: str
+    replicated: bool  # every rank holds the whole of it
+
+    def __init__(self, param: Tensor) -> None:
+        home = home_of(param)
+        if is_gathered(param):
+            raise ZeroshardError(f"{param._gathered.home.name} is whole inside zs.gathered: ask for its {self.what} outside of it.")  # type: ignore[attr-defined]
+        if not isinstance(home, ParamHome):
+            raise ZeroshardError(f"{self.what}: expected a parameter of a model that was given to zs.shard(), got {type(param).__name__}.")
+        self.param, self.home, self.group, self.index = param, home, home.group, home.index
+        self.shape = self.group.specs[self.index].shape
+
+    @abstractmethod
+    def local(self) -> Any:
+        """A copy of this rank's slice, flat; None where there is nothing."""
+
+    @abstractmethod
+    def full(self) -> Any:
+        """A copy of the whole tensor, on every rank (collective); None where there is nothing."""
+
+    def set_full(self, value: Tensor) -> None:
+        """Set it; every rank gives the same tensor of the parameter's shape (collective)."""
+        self._prepare()
+        self._agree(value, self.shape, compare=self.replicated)
+        with torch.no_grad():
+            self._set(value.detach())
+
+    def set_local(self, value: Tensor) -> None:
+        """Set this rank's slice (stop - start,); every rank sets its own (collective)."""
+        self._prepare()
+        self._agree(value, (self.home.stop - self.home.start,))
+        with torch.no_grad():
+            value = value.detach().reshape(-1)
+            if self.replicated:
+                self._set(self.home.gather_local(value).view(self.shape))
+            else:
+                self._set(self.home.wrap(value.to(self.group.comm.device), value.dtype))
+
+    @abstractmethod
+    def _set(self, value: Tensor) -> None:
+        """Take a whole tensor, or one that is sharded alike."""
+
+    def _prepare(self) -> None:
+        """Before a write (collective)."""
+
+    def _problem(self) -> str | None:
+        """Why it can not be set."""
+        return None
+
+    def _agree(self, value: Any, shape: tuple[int, ...], compare: bool = False) -> None:
+        """Raise ConfigError on every rank where any of them can not set it (collective)."""
+        problem, given = self._problem(), type(value).__name__
+        if isinstance(value, Tensor):
+            given = f"a tensor of shape {tuple(value.shape)}"
+        fits = isinstance(value, Tensor) and not isinstance(value, ShardedTensor)
+        if problem is None and not (fits and (tuple(value.shape) == shape or (len(shape) == 1 and value.numel() == shape[0]))):
+            problem = f"expected a tensor of shape {shape}, got {given}"
+        checksum = zlib.crc32(bytes_of(value.detach().cpu().contiguous())) if compare and problem is None else 0
+        everyone = exchange_values(self.group.comm, (problem, checksum), f"set the {self.what} of {self.home.name}")
+        for rank, (theirs, _) in enumerate(everyone):
+            if theirs is not None:
+                raise ConfigError(f"{self.home.name}, {self.what}: {theirs} (on rank {rank}). Nothing was changed.")
+        differing = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
+        if differing:
+            raise ConfigError(f"{self.home.name}, {self.what}: ranks {differing} gave other values than rank 0. Nothing was changed.")
+
+
+class _Value(ParameterPart):
+    what = "value"
+
+    @property
+    def replicated(self) -> bool:  # type: ignore[override]
+        return not self.group.values.sharded
+
+    def local(self) -> Tensor:
+        self._refresh()
+        return self._slice().clone()
+
+    def full(self) -> Tensor:
+        self._refresh()
+        return self.home.gather_local(self._slice()).view(self.shape).clone()
+
+    def _refresh(self) -> None:
+        runtime = self.group.runtime
+        runtime.attendance.refuse(f"the value of {self.home.name}")
+        runtime.tiers.check()
+        if runtime.optimizer is not None:
+            runtime.optimizer.core.wait()
+            runtime.optimizer.core.refresh_masters(self.group)
+
+    def _slice(self) -> Tensor:
+        home, master = self.home, self.group.master
+        if master is None:
+            return self.group.local(self.index)
+        if master.numel == self.group.layout.shard_numel:
+            return master.load(home.begin, home.end)
+        offset = self.group.layout.slots[self.index].offset
+        return master.load(offset + home.start, offset + home.stop)
+
+    def _set(self, value: Tensor) -> None:
+        group = self.group
+        group.comm.fence_write(synchronised=True)  # `_agree` was the barrier
+        write_value(group, self.index, value)
+        if self.replicated:
+            group.put_whole(self.index)
+        group.comm.fence_read()
+
+
+class _Gradient(ParameterPart):
+    what = "gradient"
+
+    @property
+    def replicated(self) -> bool:  # type: ignore[override]
+        return self.group.grads is not None and self.group.grads.replicated
+
+    def local(self) -> Tensor | None:
+        grad = self.group.gradient(self.index)
+        if grad is None:
+            return None
+        return grad._local.clone() if isinstance(grad, ShardedTensor) else grad.reshape(-1)[self.home.start : self.home.stop].clone()
+
+    def full(self) -> Tensor | None:
+        self.group.runtime.flush()
+        grad = self.group.gradient(self.index)
+        return grad.full_tensor().clone() if isinstance(grad, ShardedTensor) else None if grad is None else grad.clone()
+
+    def _problem(self) -> str | None:
+        return None if self.group.trainable else "it is frozen (requires_grad=False) and takes none"
+
+    def _prepare(self) -> None:
+        self.group.runtime.flush()
+
+    def _set(self, value: Tensor) -> None:
+        self.group.set_gradient(self.index, value)
+
+
+class _State(ParameterPart):
+    def __init__(self, param: Tensor, key: str) -> None:
+        self.key, self.what = key, f"optimizer state {key!r}"
+        super().__init__(param)
+
+    @property
+    def replicated(self) -> bool:  # type: ignore[override]
+        return self._core is None or self._core.replicated
+
+    @property
+    def _core(self) -> Any:
+        optimizer = self.group.runtime.optimizer
+        return None if optimizer is None else optimizer.core
+
+    def _entries(self) -> dict[str, Any]:
+        stepped = self._core is not None and id(self.param) in self._core.group_of
+        return entry(self._core, self.param, self.key) if stepped else {}
+
+    def local(self) -> Any:
+        value = self._entries().get(self.key)
+        if isinstance(value, ShardedTensor):
+            return value._local.clone()
+        if isinstance(value, Tensor) and tuple(value.shape) == self.shape and self.replicated:
+            return value.reshape(-1)[self.home.start : self.home.stop].clone()
+        return value
+
+    def full(self) -> Any:
+        self.group.runtime.attendance.refuse(f"an optimizer state of {self.home.name}")
+        entries = self._entries()
+        value = whole_states(self.group, self.index, entries).get(self.key)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def _problem(self) -> str | None:
+        if self.key in self._entries():
+            return None
+        return f"there is none of this name{'' if self.group.trainable else ' (it is frozen)'}: states exist after the first step, or a load"
+
+    def _set(self, value: Tensor) -> None:
+        write_entry(self._core, self.param, self.key, value)
+
+
+def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict[str, Any]:
+    """One parameter's states with whole tensors (collective). A rank that holds nothing of it takes keys and scalars from the others."""
+    plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)}  # ranks differ in devices
+    sharded = {k: v._local for k, v in entries.items() if isinstance(v, ShardedTensor)}
+    kept = {k for k, v in plain.items() if not sendable(v)}  # of a class of its own
+    mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
+    everyone = exchange_values(group.comm, mine, "optimizer state: keys")
+    for key in sorted({key for _, _, theirs in everyone for key in theirs}):
+        if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
+            raise ConfigError(
+                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain data "
+                "that could be sent to them."
+            )
+    result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
+    for other, dtypes, _ in everyone:
+        result |= {k: v for k, v in other.items() if k not in result}
+        for key, dtype in dtypes.items():
+            sharded.setdefault(key, torch.empty(0, dtype=dtype, device=group.comm.device))
+    for key in sorted(sharded):
+        result[key] = group.homes[index].gather_local(sharded[key]).view(group.specs[index].shape)
+    return result
