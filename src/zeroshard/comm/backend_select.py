@@ -47,11 +47,6 @@ def set_thread_comm(comm: Comm | None) -> None:
     _local.comm = comm
 
 
-def is_thread() -> bool:
-    """Whether this thread is a rank of a world of threads."""
-    return getattr(_local, "comm", None) is not None
-
-
 def rank_and_size() -> tuple[int, int]:
     """(rank, world size) of this process or thread, without starting anything."""
     comm = getattr(_local, "comm", None)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_engine import batches, config, net, reference
+from test_engine import Net, batches, config, net, reference
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
@@ -32,8 +32,7 @@ def test_resume_equals_no_interruption(stage, tmp_path):
         return zs.full_state_dict(engine.module), engine.get_lr()
 
     def resumed(rank):
-        torch.manual_seed(99)
-        engine, *_ = deepspeed.initialize(model=type(net())(), config=config((stage + 1) % 4, 2, 1, 0.05, **WARMUP))
+        engine, *_ = deepspeed.initialize(model=Net(), config=config((stage + 1) % 4, 2, 1, 0.05, **WARMUP))
         path, client_state = engine.load_checkpoint(tmp_path)
         assert path.endswith("global_step1") and client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.arange(3))
         assert (engine.global_steps, engine.global_samples) == (1, 4)

@@ -14,7 +14,6 @@ from torch import nn
 
 from ... import api
 from ...comm import backend_select
-from ...zero.runtime import runtime_of
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader
 from .ds_config import DeepSpeedConfig
@@ -53,15 +52,11 @@ def initialize(
     given = _config_of(args, config, config_params)
     partition.shutdown_init_context()
     try:
-        if not _has_ranks():
+        if not communication.is_initialized():
             communication.init_distributed(dist_init_required=dist_init_required, distributed_port=distributed_port)
         return _initialize(args, model, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn, given)
     finally:
         partition.restore_init_context()
-
-
-def _has_ranks() -> bool:
-    return dist.is_initialized() or backend_select.is_thread()
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
@@ -96,8 +91,7 @@ def _initialize(
     config.say_notes()
     known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": MonitorMaster(config.monitor_config)}
     engine = DeepSpeedEngine(model, basic, config, **known)
-    if runtime_of(model).config.row.parameter.value == "sharded":
-        partition.mark(model, config)
+    partition.attach(model)
     engine.lr_scheduler = _scheduler(lr_scheduler, engine, config)
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)

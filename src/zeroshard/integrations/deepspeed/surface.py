@@ -1,51 +1,200 @@
-"""What DeepSpeed's interface has: module -> name -> where it is here, "module:attribute" of this package.
+"""What DeepSpeed's interface has, and where it is here: names that frameworks and scripts touch.
 
-One line a module: names that frameworks and scripts touch. A module that is not listed is not there; a name that is not
-listed says what to use instead (INSTEAD).
+One entry: DeepSpeed's modules (several that show the same; "." is the package itself), and what they show, from which module
+of this folder; "name=other" where it is called otherwise there. A module or name that is not listed is not there.
 """
 
 from __future__ import annotations
 
+_TABLE = {
+    ".":
+        "accelerator: get_accelerator; communication: TORCH_DISTRIBUTED_DEFAULT_PORT init_distributed; ds_config: "
+        "DeepSpeedConfig; engine: DeepSpeedEngine; install: install; logs: log_dist logger; sections: "
+        "DeepSpeedConfigError; setup: add_config_arguments initialize; stand_ins: DeepSpeedHybridEngine "
+        "DeepSpeedInferenceConfig DeepSpeedOptimizer DeepSpeedTransformerConfig DeepSpeedTransformerLayer "
+        "DualPipeVEngine DualPipeVModule InferenceEngine PipelineEngine PipelineModule default_inference_config "
+        "init_inference replace_transformer_layer set_autotp_mode tp_model_init; utilities: OnDevice; version: "
+        "__git_branch__=UNKNOWN __git_hash__=UNKNOWN __version__=TEXT __version_major__=MAJOR "
+        "__version_minor__=MINOR __version_patch__=PATCH git_branch=UNKNOWN git_hash=UNKNOWN version=TEXT",
+    "accelerator": "accelerator: DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
+    "accelerator.abstract_accelerator": "accelerator: DeepSpeedAccelerator",
+    "accelerator.cpu_accelerator": "accelerator: CPU_Accelerator",
+    "accelerator.cuda_accelerator": "accelerator: CUDA_Accelerator",
+    "accelerator.real_accelerator":
+        "accelerator: SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported set_accelerator",
+    "checkpoint checkpoint.constants": "checkpoints: UNIVERSAL_CHECKPOINT_INFO",
+    "checkpoint.ds_to_universal": "checkpoints: main=convert_to_universal",
+    "checkpoint.utils": "checkpoints: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
+    "checkpointing runtime.activation_checkpointing.checkpointing":
+        "activation: checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
+        "non_reentrant_checkpoint=checkpoint reset",
+    "comm comm.comm":
+        "communication: CommsLogger ReduceOp TORCH_DISTRIBUTED_DEFAULT_PORT __getattr__ all_gather "
+        "all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
+        "allgather_fn barrier broadcast broadcast_object_list comms_logger configure default_pg_timeout "
+        "destroy_process_group gather get_all_ranks_from_group get_comm_operation_count get_global_rank "
+        "get_local_rank get_local_rank_from_launcher get_logged_comm_ops get_rank get_world_group "
+        "get_world_rank_from_launcher get_world_size get_world_size_from_launcher has_all_gather_into_tensor "
+        "has_all_reduce_coalesced has_coalescing_manager has_comm_data has_reduce_scatter_tensor "
+        "inference_all_reduce init_distributed initialize_mesh_device is_available is_initialized log_summary "
+        "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log "
+        "scatter send",
+    "comm.reduce_op": "communication: ReduceOp",
+    "comm.utils":
+        "communication: get_local_rank_from_launcher get_world_rank_from_launcher get_world_size_from_launcher",
+    "constants": "communication: TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
+    "git_version_info":
+        "op_builders: installed_ops torch_info; version: git_branch=UNKNOWN git_hash=UNKNOWN version=TEXT",
+    "inference.config": "stand_ins: DeepSpeedInferenceConfig",
+    "inference.engine": "stand_ins: InferenceEngine",
+    "launcher.runner":
+        "launcher: DEEPSPEED_ENVIRONMENT_NAME DEEPSPEED_ENVIRONMENT_PATHS DLTS_HOSTFILE EXPORT_ENVS "
+        "fetch_hostfile main",
+    "module_inject": "stand_ins: replace_transformer_layer set_autotp_mode",
+    "moe.experts": "stand_ins: Experts",
+    "moe.layer": "stand_ins: MoE",
+    "moe.sharded_moe": "stand_ins: TopKGate",
+    "moe.utils":
+        "stand_ins: has_moe_layers is_moe_param is_moe_param_group "
+        "split_params_into_different_moe_groups_for_optimizer split_params_into_shared_and_expert_params",
+    "monitor.config": "sections: CSVConfig TensorBoardConfig WandbConfig",
+    "monitor.csv_monitor": "monitor: csvMonitor",
+    "monitor.monitor": "monitor: Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
+    "monitor.tensorboard": "monitor: TensorBoardMonitor",
+    "monitor.wandb": "monitor: WandbMonitor",
+    "ops":
+        "op_builders: __compatible_ops__=compatible_ops; stand_ins: DeepSpeedTransformerConfig "
+        "DeepSpeedTransformerLayer",
+    "ops.adagrad ops.adagrad.cpu_adagrad": "cpu_optimizers: DeepSpeedCPUAdagrad",
+    "ops.adam": "cpu_optimizers: DeepSpeedCPUAdam FusedAdam",
+    "ops.adam.cpu_adam": "cpu_optimizers: DeepSpeedCPUAdam",
+    "ops.adam.fused_adam": "cpu_optimizers: FusedAdam",
+    "ops.aio": "op_builders: AsyncIOBuilder",
+    "ops.lamb ops.lamb.fused_lamb": "stand_ins: FusedLamb",
+    "ops.lion": "cpu_optimizers: DeepSpeedCPULion FusedLion",
+    "ops.lion.cpu_lion": "cpu_optimizers: DeepSpeedCPULion",
+    "ops.lion.fused_lion": "cpu_optimizers: FusedLion",
+    "ops.op_builder":
+        "op_builders: AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
+        "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder "
+        "FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder InferenceCutlassBuilder "
+        "NotImplementedBuilder OpBuilder PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder "
+        "RandomLTDBuilder ShareMemCommBuilder SpatialInferenceBuilder StochasticTransformerBuilder "
+        "TransformerBuilder UtilsBuilder",
+    "ops.op_builder.all_ops": "op_builders: ALL_OPS",
+    "ops.op_builder.builder": "op_builders: OpBuilder",
+    "ops.transformer": "stand_ins: DeepSpeedTransformerConfig DeepSpeedTransformerLayer",
+    "pipe": "stand_ins: DualPipeVModule LayerSpec PipelineModule TiedLayerSpec",
+    "profiling.flops_profiler": "stand_ins: FlopsProfiler",
+    "runtime.base_optimizer": "stand_ins: DeepSpeedOptimizer ZeROOptimizer",
+    "runtime.bf16_optimizer": "stand_ins: BF16_Optimizer",
+    "runtime.config": "ds_config: DeepSpeedConfig get_gradient_clipping read_config; sections: DeepSpeedConfigError",
+    "runtime.config_utils": "sections: DeepSpeedConfigModel=Section",
+    "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT",
+    "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
+    "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
+    "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
+    "runtime.fp16.onebit": "stand_ins: OnebitAdam OnebitLamb ZeroOneAdam",
+    "runtime.fp16.onebit.adam": "stand_ins: OnebitAdam",
+    "runtime.fp16.onebit.lamb": "stand_ins: OnebitLamb",
+    "runtime.fp16.onebit.zoadam": "stand_ins: ZeroOneAdam",
+    "runtime.fp16.unfused_optimizer": "stand_ins: FP16_UnfusedOptimizer",
+    "runtime.hybrid_engine": "stand_ins: DeepSpeedHybridEngine",
+    "runtime.lr_schedules":
+        "lr_schedules: COS_MIN_RATIO CYCLE_FIRST_STAIR_COUNT CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR CYCLE_MAX_MOM "
+        "CYCLE_MIN_LR CYCLE_MIN_MOM CYCLE_SECOND_STAIR_COUNT CYCLE_SECOND_STEP_SIZE DECAY_LR_RATE DECAY_MOM_RATE "
+        "DECAY_STEP_SIZE LRRangeTest LR_RANGE_TEST LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE "
+        "LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_SCHEDULE ONE_CYCLE OneCycle TOTAL_NUM_STEPS "
+        "VALID_LR_SCHEDULES WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR "
+        "WARMUP_MAX_LR WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR "
+        "WarmupLR get_torch_optimizer update_lr",
+    "runtime.pipe": "stand_ins: LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
+    "runtime.pipe.dualpipev": "stand_ins: DualPipeVEngine DualPipeVModule",
+    "runtime.pipe.engine": "stand_ins: PipelineEngine",
+    "runtime.pipe.module": "stand_ins: LayerSpec PipelineModule TiedLayerSpec",
+    "runtime.pipe.topology": "stand_ins: PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+    "runtime.precision_config":
+        "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
+    "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+    "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
+    "runtime.utils":
+        "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
+        "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
+        "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
+        "noop_decorator required_torch_version see_memory_usage set_random_seed",
+    "runtime.zero runtime.zero.tiling": "stand_ins: TiledLinear",
+    "runtime.zero.config":
+        "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
+        "OffloadDeviceEnum",
+    "runtime.zero.leaf_module_config":
+        "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES; "
+        "sections: DeepSpeedZeroLeafModuleConfig",
+    "runtime.zero.offload_config":
+        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
+    "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
+    "runtime.zero.utils": "stand_ins: ZeRORuntimeException",
+    "sequence.layer": "stand_ins: DistributedAttention",
+    "utils":
+        "leaf_modules: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter; logs: log_dist "
+        "log_dist_once logger set_log_level_from_string; utilities: OnDevice RepeatingLoader "
+        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
+        "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size initialize instrument_w_nvtx "
+        "recursive_getattr recursive_setattr",
+    "utils.comms_logging": "communication: CommsLogger",
+    "utils.groups":
+        "utilities: _get_broadcast_src_rank _get_data_parallel_group _get_data_parallel_group_ranks "
+        "_get_data_parallel_rank _get_data_parallel_world_size _get_expert_data_parallel_group_dict "
+        "_get_expert_model_parallel_world_size _get_expert_parallel_group_dict _get_model_parallel_world_size "
+        "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank "
+        "_get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
+        "_get_sequence_parallel_world_size _get_zero_param_intra_parallel_group get_data_parallel_group "
+        "get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
+        "get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+        "get_tensor_model_parallel_world_size initialize",
+    "utils.init_on_device": "utilities: OnDevice",
+    "utils.logging":
+        "logs: get_current_level get_dist_msg get_log_level_from_string log_dist log_dist_once log_levels logger "
+        "print_dist set_log_level_from_string should_log_le warning_once",
+    "utils.module_utils": "utilities: recursive_getattr recursive_setattr",
+    "utils.nvtx": "utilities: instrument_w_nvtx",
+    "utils.torch": "utilities: required_torch_version",
+    "utils.z3_leaf_module":
+        "leaf_modules: apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
+        "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module "
+        "z3_leaf_parameter",
+    "utils.zero_to_fp32":
+        "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint",
+}
 
-def _all(module: str, *names: str) -> dict[str, str]:
-    """Names that are what they are called in one module."""
-    return {name: f"{module}:{name}" for name in names}
-
-
-SURFACE: dict[str, dict[str, str]] = {
-    "": {
-        **_all("setup", "initialize", "add_config_arguments"),
-        **_all("engine", "DeepSpeedEngine"),
-        **_all("install", "install"),
-        "__version__": "version:TEXT", "version": "version:TEXT",
-        "__version_major__": "version:MAJOR", "__version_minor__": "version:MINOR", "__version_patch__": "version:PATCH",
-        "__git_hash__": "version:UNKNOWN", "__git_branch__": "version:UNKNOWN", "git_hash": "version:UNKNOWN",
-        **_all("ds_config", "DeepSpeedConfig", "DeepSpeedConfigError"),
-    },
-    "runtime.engine": {**_all("engine", "DeepSpeedEngine"), "MEMORY_OPT_ALLREDUCE_SIZE": "version:ALLREDUCE_NUMEL"},
-    **dict.fromkeys(("checkpointing", "runtime.activation_checkpointing.checkpointing"), {
-        **_all("activation", "configure", "is_configured", "checkpoint", "reset", "model_parallel_cuda_manual_seed", "get_cuda_rng_tracker"),
-        "non_reentrant_checkpoint": "activation:checkpoint",
-    }),
-    "runtime.dataloader": _all("data_loader", "DeepSpeedDataLoader", "RepeatingLoader"),
-    "utils.zero_to_fp32": _all(
-        "zero_to_fp32", "get_fp32_state_dict_from_zero_checkpoint", "convert_zero_checkpoint_to_fp32_state_dict",
-        "load_state_dict_from_zero_checkpoint", "get_model_state_file", "get_optim_files",
-    ),
-    "runtime.zero.stage_1_and_2": _all("engine_optimizer", "DeepSpeedZeroOptimizer"),
-    "runtime.zero.stage3": _all("engine_optimizer", "DeepSpeedZeroOptimizer_Stage3"),
-    "runtime.bf16_optimizer": _all("engine_optimizer", "BF16_Optimizer"),
-    "runtime.fp16.fused_optimizer": _all("engine_optimizer", "FP16_Optimizer"),
-}  # fmt: skip
-
-INSTEAD: dict[str, str] = {
-    "init_inference": "It trains: export weights with engine.save_16bit_model() and use an inference engine.",
+INSTEAD: dict[str, str] = {  # by module or name: what to use
     "inference": "It trains: export weights with engine.save_16bit_model() and use an inference engine.",
-    "tp_model_init": "Use torch.distributed.tensor.parallel, and a data-parallel group by initialize(mpu=...).",
     "module_inject": "There are no fused kernels to put in: the model's own modules run, or torch.compile them.",
     "compression": "Quantize or prune exported weights with a tool of your own.",
     "autotuning": "zeroshard forecast says what a configuration takes before it runs.",
     "profiling": "Use torch.profiler and torch.utils.flop_counter.",
     "elasticity": "Checkpoints load at any number of ranks: start again with the ranks that there are.",
-    "sequence": "Sequence parallelism is not served.",
+    "sequence": "Sequence parallelism is not served; zs.tile and zs.tiled_cross_entropy serve long sequences.",
+    "linear": "Use PEFT for LoRA and quantized linear layers.",
 }
+
+
+def _read(table: dict[str, str]) -> dict[str, dict[str, str]]:
+    """module -> name -> "module of this folder:attribute"."""
+    surface: dict[str, dict[str, str]] = {}
+    for paths, shown in table.items():
+        names = {}
+        for source in shown.split(";"):
+            module, _, listed = source.partition(":")
+            for entry in listed.split():
+                name, _, attribute = entry.partition("=")
+                names[name] = f"{module.strip()}:{attribute or name}"
+        for path in paths.split():
+            surface["" if path == "." else path] = dict(names)
+    return surface
+
+
+SURFACE = _read(_TABLE)
