@@ -1,0 +1,1 @@
+"""Other people's tools on zeroshard: each folder speaks the interface of one of them."""
