@@ -47,6 +47,11 @@ def set_thread_comm(comm: Comm | None) -> None:
     _local.comm = comm
 
 
+def is_started() -> bool:
+    """Whether this rank can meet the others: in a world of threads, or with a process group."""
+    return getattr(_local, "comm", None) is not None or (dist.is_available() and dist.is_initialized())
+
+
 def rank_and_size() -> tuple[int, int]:
     """(rank, world size) of this process or thread, without starting anything."""
     comm = getattr(_local, "comm", None)

@@ -27,7 +27,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from ..zero.gathered_parameters import home_of, is_gathered
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup, ParamHome
-from .state_view import entry, write_entry
+from .state_view import entries_of, write_entry
 
 
 def value_of(param: Tensor) -> ParameterPart:
@@ -40,9 +40,9 @@ def gradient_of(param: Tensor) -> ParameterPart:
     return _Gradient(param)
 
 
-def state_of(param: Tensor, key: str) -> ParameterPart:
+def state_of(param: Tensor, key: str) -> OptimizerStatePart:
     """An optimizer state of a parameter of a sharded model; None where it has none. What is one number a parameter is that number."""
-    return _State(param, key)
+    return OptimizerStatePart(param, key)
 
 
 class ParameterPart(ABC):
@@ -184,7 +184,9 @@ class _Gradient(ParameterPart):
         self.group.set_gradient(self.index, value)
 
 
-class _State(ParameterPart):
+class OptimizerStatePart(ParameterPart):
+    """One optimizer state."""
+
     def __init__(self, param: Tensor, key: str) -> None:
         self.key, self.what = key, f"optimizer state {key!r}"
         super().__init__(param)
@@ -199,8 +201,15 @@ class _State(ParameterPart):
         return None if optimizer is None else optimizer.core
 
     def _entries(self) -> dict[str, Any]:
-        stepped = self._core is not None and id(self.param) in self._core.group_of
-        return entry(self._core, self.param, self.key) if stepped else {}
+        return {k: v for k, v in entries_of(self._core, self.param).items() if k == self.key} if self._stepped else {}
+
+    def names(self) -> list[str]:
+        """Of all states that this parameter has; before the first step there are none."""
+        return sorted(entries_of(self._core, self.param)) if self._stepped else []
+
+    @property
+    def _stepped(self) -> bool:
+        return self._core is not None and id(self.param) in self._core.group_of
 
     def local(self) -> Any:
         value = self._entries().get(self.key)

@@ -153,12 +153,11 @@ def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dic
     return result
 
 
-def entry(core: Core, param: Tensor, key: str) -> dict[str, Any]:
-    """{key: one state of one parameter} as `state_by_param` shows it; {} where it has none of that name."""
+def entries_of(core: Core, param: Tensor) -> dict[str, Any]:
+    """The states of one parameter, as `state_by_param` shows them."""
     core.wait()
     run, index = _find(core, param)
-    state = run.states.load()
-    return {key: _view(core, run, index, state[key], Tensor)} if key in state else {}
+    return {key: _view(core, run, index, value, Tensor) for key, value in run.states.load().items()}
 
 
 def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> Any:

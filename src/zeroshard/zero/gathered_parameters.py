@@ -1,7 +1,7 @@
 """`zs.gathered`: for a while parameters are ordinary and whole.
 
     at rest     the user's object, and what the modules show, is the sharded parameter
-    gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
+    gathered    the same object is an ordinary (Whole)Parameter over a copy (the sharded one waits in another object)
 
 On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Values are taken over
 only where that was announced: equal on every rank (write=True), or those of one rank, for all (modifier_rank). Anything
@@ -23,6 +23,7 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of
+from ..tensor.sharded_tensor import WholeParameter
 from .init_context import BirthHome
 from .shard_model import exchange, write_value
 from .unit import ParamHome, Unit
@@ -107,9 +108,12 @@ class Gathering:
                 raise ConfigError("zs.gathered: expected write=True (all ranks write) or modifier_rank=... (one does), got both.")
             if self.modifier_rank is not None and self.modifier_rank not in range(world_size):
                 raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {self.modifier_rank!r}.")
-        for runtime in {id(home.group.runtime): home.group.runtime for home in map(home_of, self.found) if isinstance(home, ParamHome)}.values():
+        homes = [home for home in map(home_of, self.found) if isinstance(home, ParamHome)]
+        for runtime in {id(home.group.runtime): home.group.runtime for home in homes}.values():
             runtime.attendance.refuse("zs.gathered")
             runtime.recover()
+            if self._writes and runtime.in_forward:
+                raise ZeroshardError("zs.gathered inside a forward or a backward of the model: write before it, or after it.")
 
     def open(self) -> None:
         """Make copies, and let the parameters' objects be them (collective)."""
@@ -131,8 +135,6 @@ class Gathering:
         homes: list[ParamHome] = [param._home for param in params]  # type: ignore[attr-defined]
         unit, runtime = homes[0].group.unit, homes[0].group.runtime
         busy = unit.depth > 0 or unit.in_backward
-        if self._writes and busy:
-            raise ZeroshardError(f"zs.gathered: {unit.name} is in use by a forward or a backward: write before it, or after it.")
         if runtime.in_forward and torch.is_grad_enabled():
             return
         if not busy:
@@ -202,8 +204,8 @@ class _Whole:
     """A parameter while it is whole. copy: the ordinary parameter, in `param` until `close`. problems: what befell it."""
 
     def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
-        self.param, self.home = param, home_of(param)
-        self.copy = nn.Parameter(value, requires_grad=param.requires_grad)
+        self.param, self.home, self.gathering = param, home_of(param), gathering
+        self.copy = WholeParameter(value, requires_grad=param.requires_grad)
         self.copy.__dict__.update(attributes_of(param))
         self.problems: list[str] = []
         self._open = [True]

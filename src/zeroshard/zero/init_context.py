@@ -27,12 +27,14 @@ from ..comm.process_group import talking_device
 from ..config import Config, Placement
 from ..errors import ShardedAccessError
 from ..tensor.attributes import attributes_of
-from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, WholeParameter, set_data
+from .rank_consistency import agree_on_values
 from .shard_model import swap
 from .shared_storage import Origin
 from .unit import gather_flat
 
 
+_UNCUT = (ShardedTensor, WholeParameter, UninitializedTensorMixin)  # what has no shape is whole when it gets one
 _numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
 
 
@@ -74,12 +76,43 @@ class BirthHome:
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
+def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
+    """The parameter cut: the same object where torch allows that. None for what is not to be cut."""
+    if param is None or param.is_meta or isinstance(param, _UNCUT):
+        return None
+    home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
+    local = param.detach().reshape(-1)[home.start : home.stop].clone()
+    if dtype is not None and local.is_floating_point():
+        local = local.to(dtype)
+    home.origin = Origin(param, local)
+    born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
+    if swap(param, born):  # the user's object: registered again, it is the same one
+        born = param  # type: ignore[assignment]
+    born.__dict__.update(given)
+    return born  # type: ignore[return-value]
+
+
+def cut_module(module: nn.Module, comm: Comm) -> None:
+    """Cut the parameters of a module that there is, as if it had been made under `init`: rank 0's values (collective)."""
+    agree_on_values(comm, [(n, p) for n, p in module.named_parameters() if not (p.is_meta or isinstance(p, _UNCUT))])
+    cut: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, param in list(each._parameters.items()):
+            born = cut[id(param)] if id(param) in cut else _born(comm, each, name, param, None)
+            if born is not None:
+                each._parameters[name] = cut[id(param)] = born
+
+
 @contextlib.contextmanager
-def init(config: Config | None = None, *, comm: object = None, **options: object) -> Iterator[None]:
+def init(
+    config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: object
+) -> Iterator[None]:
     """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
 
     Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
     same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+
+    dtype: of floating-point parameters, in which what follows initialises them; None: as they are made.
 
     Parameters are born on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model that is born on the
     host can be moved before zs.shard, as ever: `model.cuda()`.
@@ -89,18 +122,7 @@ def init(config: Config | None = None, *, comm: object = None, **options: object
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        if threading.get_ident() != thread or param is None or isinstance(param, ShardedTensor | UninitializedTensorMixin):
-            return None  # one without a shape is whole when it gets one
-        if param.is_meta:
-            return None
-        home, given = BirthHome(group, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
-        local = param.detach().reshape(-1)[home.start : home.stop].clone()
-        home.origin = Origin(param, local)
-        born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
-        if swap(param, born):  # the user's object: registered again, it is the same one
-            born = param  # type: ignore[assignment]
-        born.__dict__.update(given)
-        return born  # type: ignore[return-value]
+        return _born(group, module, name, param, dtype) if threading.get_ident() == thread else None
 
     if config.row.parameter is not Placement.SHARDED:
         yield

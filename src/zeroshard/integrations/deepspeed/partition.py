@@ -1,0 +1,477 @@
+"""deepspeed.zero: Init, GatheredParameters, and what DeepSpeed shows on a parameter that is partitioned (`param.ds_*`).
+
+    with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
+    with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
+
+Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so `hasattr(p, "ds_id")`
+tells ZeRO-3. They are properties of the classes of such parameters, registered when this module is imported. `attach` gives them
+to what modules show inside a forward as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import types
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import backend_select
+from ...comm.base import Comm
+from ...comm.process_group import talking_device
+from ...config import Config, Tier
+from ...tensor.sharded_tensor import ShardedParameter, WholeParameter
+from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
+from ...zero.init_context import cut_module, init
+from ...zero.runtime import runtime_of
+from ...zero.unit import ParamHome, Phase
+from .ds_config import read_config
+
+logger = logging.getLogger("DeepSpeed")
+
+
+class ZeroParamType(Enum):
+    """How a parameter is held."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class DeepSpeedTensorOverride(Enum):
+    """What zero.Init overrides of tensors that are made inside of it."""
+
+    dtype = 1
+    device = 2
+
+
+DEFAULT_TENSOR_OVERRIDES = [DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device]
+partitioned_param_data_shape = [0]  # of `param.data` at rest in DeepSpeed; here a parameter always shows its true shape
+
+# names that frameworks read and assign; nothing here replaces torch's constructors
+_orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros, _orig_torch_ones = torch.tensor, torch.empty, torch.zeros, torch.ones
+_orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch.full, torch.arange, torch.eye, torch.randn
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
+    """A constructor of tensors that makes floating-point ones in a dtype, and all on a device where the caller names none."""
+    def construct(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if target_fp_dtype is not None and made.is_floating_point() else made
+
+    return construct
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Whether a parameter is partitioned."""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+# -- models that are born partitioned ------------------------------------------------------------------------------
+
+
+class Init:
+    """Modules made inside have their parameters partitioned from the start; with `module`, those of a module that there is.
+
+    dtype: of floating-point parameters; None: fp16, bf16 or fp32 as the configuration says, and without one fp16 (bf16 where the
+    device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" let parameters be born on the host, else they are on the
+    accelerator. With a configuration whose stage is not 3 nothing is partitioned, and that is noted. Ranks with other seeds
+    get the values that rank 0 draws. Torch's constructors are left alone.
+
+    Raises ValueError or RuntimeError for what contradicts itself, before anything changes.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, data_parallel_group: Any = None, mem_efficient_linear: bool = True,
+        remote_device: Any = None, pin_memory: bool = False, config_dict_or_path: Any = None, config: Any = None,
+        enabled: bool = True, dtype: torch.dtype | None = None, mpu: Any = None, zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False, zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None, param_swapper: Any = None, tensor_overrides: Any = DEFAULT_TENSOR_OVERRIDES,
+    ) -> None:  # fmt: skip
+        self.enabled, self.module = enabled, module
+        self._open: contextlib.ExitStack | None = None
+        if not enabled:
+            return
+        given = config if config_dict_or_path is None else config_dict_or_path
+        given = getattr(given, "_param_dict", given)  # a DeepSpeedConfig keeps what it was made of
+        self.config = None if given is None else read_config(given)
+        self.dtype = self._dtype(dtype) if DeepSpeedTensorOverride.dtype in (tensor_overrides or ()) else None
+        if data_parallel_group is not None and sequence_data_parallel_group is not None:
+            raise ValueError("zero.Init: give data_parallel_group or sequence_data_parallel_group, not both.")
+        asked = {
+            "zero_param_parallel_group": zero_param_parallel_group, "param_swapper": param_swapper,
+            "zero_quantized_weights": zero_quantized_weights or None,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights or None,
+        }  # fmt: skip
+        for name, value in asked.items():
+            if value is not None:
+                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, in their own dtype.")
+        self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
+        self.local_device = _accelerator()
+        self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
+        section = (self.config or {}).get("zero_optimization")
+        stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
+        self.partitions = stage == 3
+        if not self.partitions:
+            _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
+            return
+        if not backend_select.is_started():
+            from .communication import init_distributed
+
+            init_distributed()
+        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), Config().stall_timeout_s)
+        self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
+        if module is not None:
+            cut_module(module.to(self._birthplace()), self._comm)
+
+    def _dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        if dtype is None and self.config is not None:
+            bf16, fp16 = (_on(self.config, *names) for names in (("bf16", "bfloat16"), ("fp16",)))
+            if bf16 and fp16:
+                raise RuntimeError("bf16 and fp16 are both enabled: choose one.")
+            dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+        if dtype is None:
+            from .accelerator import get_accelerator
+
+            dtype = torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16
+        if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"zero.Init: dtype: expected torch.float16, torch.bfloat16 or torch.float32, got {dtype}.")
+        return dtype
+
+    def _birthplace(self) -> torch.device:
+        return torch.device("cpu") if self.remote_device in ("cpu", "nvme") else self.local_device
+
+    def __enter__(self) -> None:
+        if self.enabled and self.partitions:
+            self._open = contextlib.ExitStack()
+            if not _inits():
+                self._open.enter_context(_seed_of_rank_0(self._comm))
+            self._resume()
+            _inits().append(self)
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._open is not None:
+            _inits().remove(self)
+            self._suspend()
+            self._open.close()
+            self._open = None
+
+    def _resume(self) -> None:
+        self._births = contextlib.ExitStack()
+        if self._birthplace().type != "cpu":
+            self._births.enter_context(self._birthplace())
+        self._births.enter_context(init(stage=3, comm=self._comm, dtype=self.dtype))
+
+    def _suspend(self) -> None:
+        self._births.close()
+
+
+def _inits() -> list[Init]:
+    """Those that are open on this rank, the outermost first."""
+    if not hasattr(_open_inits, "all"):
+        _open_inits.all = []
+    return _open_inits.all
+
+
+_open_inits = threading.local()
+
+
+def shutdown_init_context() -> None:
+    """Modules are ordinary again inside of open `Init` contexts, until `restore_init_context`."""
+    for each in reversed(_inits()):
+        each._suspend()
+
+
+def restore_init_context() -> None:
+    """Open `Init` contexts partition again."""
+    for each in _inits():
+        each._resume()
+
+
+def _on(config: dict[str, Any], *names: str) -> bool:
+    section = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
+    return str(section.get("enabled", False)).lower() in ("true", "1")
+
+
+def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
+    """Where parameters rest, by the configuration first."""
+    section = (config or {}).get("zero_optimization")
+    offload = section.get("offload_param") if isinstance(section, dict) else None
+    place = (offload or {}).get("device", remote_device)
+    place = getattr(place, "value", place)
+    if place not in (None, "none", "cpu", "nvme"):
+        raise ValueError(f"zero.Init: remote_device: expected None, 'none', 'cpu' or 'nvme', got {place!r}.")
+    return None if place == "none" else place
+
+
+def _accelerator() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+@contextlib.contextmanager
+def _seed_of_rank_0(comm: Comm) -> Iterator[None]:
+    """Torch's generators are those of rank 0, where ranks differ; afterwards each rank has its own again."""
+    generators = [torch.default_generator]
+    if comm.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    mine = [generator.get_state() for generator in generators]
+    said = b"".join(bytes(state.numpy()) for state in mine)
+    sums = comm.exchange(zlib.crc32(said).to_bytes(4, "little"), "zero.Init: seeds")
+    if len(set(sums)) == 1:
+        yield
+        return
+    given = comm.exchange(said if comm.rank == 0 else b"", "zero.Init: the generators of rank 0")[0]
+    for generator, state in zip(generators, mine, strict=True):
+        generator.set_state(torch.frombuffer(bytearray(given[: state.numel()]), dtype=torch.uint8))
+        given = given[state.numel() :]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, mine, strict=True):
+            generator.set_state(state)
+
+
+_noted: set[str] = set()
+
+
+def _note(message: str) -> None:
+    """Say it once."""
+    if message not in _noted:
+        _noted.add(message)
+        logger.warning(message)
+
+
+# -- parameters that are whole for a while -----------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """`with GatheredParameters(params, modifier_rank=0):` parameters are whole inside; what one rank writes reaches all.
+
+    params: a parameter or an iterable of them; what is not partitioned is left alone, and anything else ignored. Without
+    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see register_external_parameter.
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True) -> None:
+        several = isinstance(params, Iterable) and not isinstance(params, Tensor)
+        given = (list(params) if several else [params]) if enabled else []
+        self.params = list({id(param): param for param in given if is_zero_param(param)}.values())
+        self.enabled, self.src_rank = bool(self.params), modifier_rank
+        self._gathering: Gathering | None = None
+        for param in self.params if fwd_module is not None else ():
+            register_external_parameter(fwd_module, param)
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._gathering = Gathering(self.params, modifier_rank=self.src_rank)
+            self._gathering.open()
+
+    def __exit__(self, kind: Any, *failure: Any) -> None:
+        gathering, self._gathering = self._gathering, None
+        if gathering is None:
+            return
+        gathering.close()
+        if kind is not None:
+            return
+        problems = gathering.agree()
+        if dropped := problems.pop("written", []):
+            _note(
+                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name the rank "
+                "that writes: GatheredParameters(params, modifier_rank=0)."
+            )
+        refuse(problems)
+        gathering.keep()
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Note that a module's forward uses a parameter of another: it may do so anyway. Raises RuntimeError for what is no parameter."""
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
+    if not hasattr(module, "_external_params"):
+        module._external_params = {}
+        module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
+        module.all_parameters = types.MethodType(
+            lambda self: itertools.chain(self.named_parameters(recurse=False), self._external_params.items()), module
+        )
+    module._external_params[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """The inverse. Raises RuntimeError for a parameter that is not registered."""
+    if not isinstance(parameter, nn.Parameter):
+        raise RuntimeError(f"unregister_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
+    known, number = getattr(module, "_external_params", {}), getattr(parameter, "ds_id", None)
+    keys = [key for key, other in known.items() if other is parameter or (number is not None and getattr(other, "ds_id", None) == number)]
+    if not keys:
+        raise RuntimeError(f"this parameter is not a registered external parameter of {type(module).__name__}.")
+    del known[keys[0]]  # inside of a forward a module shows another object for it
+
+
+class MultipleAllGatherHandles:
+    """Several gathers that `wait` ends; here a gather is over when it returns."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self.handles = handles
+
+    def wait(self, **options: Any) -> None:
+        for handle in self.handles:
+            handle.wait(**options)
+
+
+# -- what a partitioned parameter shows --------------------------------------------------------------------------------
+
+
+def _home(param: Tensor) -> Any:
+    """Raises AttributeError for a parameter that is whole at rest: it has no ds_* attributes."""
+    home = param._gathered.home if is_gathered(param) else home_of(param)  # type: ignore[attr-defined]
+    if home is None or (isinstance(home, ParamHome) and not home.group.values.sharded):
+        raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
+    return home
+
+
+def _ds_id(param: Tensor) -> int:
+    """The same number on every rank, another one for each parameter."""
+    home = _home(param)
+    return (home.group.values.number << 16) + home.index if isinstance(home, ParamHome) else home.number
+
+
+def _ds_status(param: Tensor) -> ZeroParamStatus:
+    home = _home(param)
+    if is_gathered(param):
+        return ZeroParamStatus.AVAILABLE
+    unit = home.group.unit if isinstance(home, ParamHome) else None
+    if unit is None or not (unit.depth or unit.in_backward):
+        return ZeroParamStatus.NOT_AVAILABLE
+    return ZeroParamStatus.AVAILABLE if unit.phase is Phase.READY else ZeroParamStatus.INFLIGHT
+
+
+def _ds_tensor(param: Tensor) -> Tensor:
+    """This rank's slice, flat; what DeepSpeed notes on it."""
+    home = _home(param)
+    resting = param._gathered.copy if is_gathered(param) else param  # type: ignore[attr-defined]
+    local = resting._local.detach()
+    local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
+    if isinstance(home, ParamHome):
+        local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(home.group.values.tier)
+    return local
+
+
+def _active_sub_modules(param: Tensor) -> set[int]:
+    home = _home(param)
+    return {home.group.unit.number} if isinstance(home, ParamHome) and home.group.unit.depth else set()
+
+
+def _all_gather(param: Any, param_list: Any = None, async_op: bool = False, hierarchy: int = 0) -> Any:
+    """Make parameters whole until `partition` (collective)."""
+    return _all_gather_coalesced(param, [param] if param_list is None else param_list)
+
+
+def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+    for each in params:
+        home = home_of(each)
+        in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # there operations compute with it as it is
+        if home is not None and not in_use:
+            Gathering([each], write=True).open()
+    return MultipleAllGatherHandles([])
+
+
+def _partition(param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True) -> None:
+    """The inverse. has_been_updated: keep what was written, the same on every rank (collective); else it is dropped."""
+    for each in [param] if param_list is None else param_list:
+        if not is_gathered(each):
+            continue
+        gathering = each._gathered.gathering
+        gathering.close()
+        if has_been_updated:
+            refuse(gathering.agree())
+            gathering.keep()
+
+
+def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
+    """What there is to say of it; nothing is gathered."""
+    grad = None if is_gathered(param) else param.grad
+    return {
+        "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel, "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape), "requires_grad": param.requires_grad, "grad_shape": None if grad is None else tuple(grad.shape),
+        "persist": param.ds_persist, "active_sub_modules": param.ds_active_sub_modules, "ds_tensor.shape": param.ds_tensor.shape,
+    }  # fmt: skip
+
+
+def _always(value: Any) -> Callable[[Tensor], Any]:
+    """The getter of what is the same for all that are partitioned."""
+    return lambda param: (_home(param), value)[1]
+
+
+_PROPERTIES: dict[str, Callable[[Any], Any]] = {
+    "ds_id": _ds_id,
+    "ds_shape": lambda param: _home(param) and param.shape,
+    "ds_numel": lambda param: _home(param) and param.numel(),
+    "ds_status": _ds_status,
+    "ds_tensor": _ds_tensor,
+    "ds_param_type": _always(ZeroParamType.PARTITIONED),
+    "ds_persist": _always(False),  # none is kept whole
+    "ds_active_sub_modules": _active_sub_modules,
+    "ds_process_group": lambda param: getattr(_home(param).comm, "group", None),
+    "ds_zero_partition_rank": lambda param: _home(param).comm.rank,
+    "ds_zero_partition_world_size": lambda param: _home(param).comm.world_size,
+    "is_external_param": _always(False),
+}
+_METHODS: dict[str, Callable[..., Any]] = {
+    "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
+    "partition_numel": lambda param: param.ds_tensor.numel(),
+}  # fmt: skip
+for _cls in (ShardedParameter, WholeParameter):
+    for _name, _get in _PROPERTIES.items():
+        setattr(_cls, _name, property(_get))
+    for _name, _method in _METHODS.items():
+        setattr(_cls, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
+
+
+def attach(model: nn.Module) -> None:
+    """Let the parameters that modules of a sharded model show inside a forward have ds_* too: they are AVAILABLE there."""
+    for param, compute in _pairs(model):
+        fixed = {name: getattr(param, name) for name in _FIXED}
+        compute.__dict__.update(
+            fixed, ds_status=ZeroParamStatus.AVAILABLE, ds_active_sub_modules=set(), all_gather=_nothing, partition=_nothing,
+            ds_summary=types.MethodType(_ds_summary, param),
+        )  # fmt: skip
+
+
+def detach(model: nn.Module) -> None:
+    """The inverse of `attach`, before zs.close."""
+    for _, compute in _pairs(model):
+        for name in (*_FIXED, "ds_status", "ds_active_sub_modules", "all_gather", "partition", "ds_summary"):
+            compute.__dict__.pop(name, None)
+
+
+_FIXED = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_param_type", "is_external_param")
+
+
+def _nothing(*args: Any, **kwargs: Any) -> MultipleAllGatherHandles:
+    """To gather, or partition, what is in use."""
+    return MultipleAllGatherHandles([])
+
+
+def _pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    for group in runtime_of(model).groups:
+        if group.values.sharded:
+            yield from zip(group.params, group.compute, strict=True)
