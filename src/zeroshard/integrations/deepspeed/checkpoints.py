@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ... import api
 from ...checkpoint import loading, saving
-from ...checkpoint.directory import LATEST, write_whole
+from ...checkpoint.directory import LATEST, MANIFEST, write_whole
 from ...comm.codec import exchange_values
 from ...errors import CheckpointNotFound
 from ...zero.runtime import runtime_of
@@ -79,13 +79,16 @@ class Checkpoints:
         if custom_load_fn is not None:
             raise TypeError("load_checkpoint(custom_load_fn=...): not served; change weights in `with deepspeed.zero.GatheredParameters`.")
         root = Path(load_dir)
-        tag = _latest(root) if tag is None else str(tag)
+        pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST  # type: ignore[attr-defined]
+        tag = _latest(root, pointer) if tag is None else str(tag)
+        if tag is None and pointer != LATEST:
+            raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave checkpoint.load_universal out")
         if tag is None:
             logger.warning(f"Unable to find latest file at {root / 'latest'}: pass a tag, or a folder that save_checkpoint wrote to.")
             return None, None
         with_optimizer = load_optimizer_states and not load_module_only
         scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None  # type: ignore[attr-defined]
-        own = (root / tag / "manifest.json").exists()
+        own = (root / tag / MANIFEST).exists()
         extra: dict[str, Any] = {}
         if own:
             extra = {"client_state": None, "engine": None}
@@ -161,9 +164,9 @@ class Checkpoints:
         self.module.load_state_dict(state, strict=strict)
 
 
-def _latest(root: Path) -> str | None:
+def _latest(root: Path, pointer: str = LATEST) -> str | None:
     try:
-        lines = (root / "latest").read_text().split("\n")
+        lines = (root / pointer).read_text().split("\n")
     except (FileNotFoundError, NotADirectoryError):
         return None
     return lines[0].strip() or None

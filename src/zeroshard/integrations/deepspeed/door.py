@@ -34,6 +34,8 @@ class SurfaceModule(ModuleType):
             value = _resolve(SURFACE[path][name])
         elif inner in _PATHS:
             value = importlib.import_module(f"{ROOT}.{inner}")
+        elif "__getattr__" in SURFACE[path] and (value := _passed_on(path, name)) is not None:
+            pass
         else:
             raise _missing(inner, ImportError if _asked_by_import(sys._getframe(1)) else AttributeError)
         setattr(self, name, value)
@@ -53,6 +55,14 @@ def _resolve(where: str) -> Any:
     for part in attribute.split(".") if attribute else ():
         found = getattr(found, part)
     return found
+
+
+def _passed_on(path: str, name: str) -> Any:
+    """A name that the module behind it answers by itself (deepspeed.comm: those of torch.distributed)."""
+    try:
+        return _resolve(SURFACE[path]["__getattr__"])(name)
+    except AttributeError:
+        return None
 
 
 def _missing(path: str, kind: type[Exception]) -> Exception:

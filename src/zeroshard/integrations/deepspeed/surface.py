@@ -22,9 +22,9 @@ _TABLE = {
     "accelerator.cuda_accelerator": "accelerator: CUDA_Accelerator",
     "accelerator.real_accelerator":
         "accelerator: SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported set_accelerator",
-    "checkpoint checkpoint.constants": "checkpoints: UNIVERSAL_CHECKPOINT_INFO",
-    "checkpoint.ds_to_universal": "checkpoints: main=convert_to_universal",
-    "checkpoint.utils": "checkpoints: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
+    "checkpoint checkpoint.constants": "checkpoint_tools: UNIVERSAL_CHECKPOINT_INFO",
+    "checkpoint.ds_to_universal": "checkpoint_tools: main=convert_to_universal",
+    "checkpoint.utils": "checkpoint_tools: clone_tensors_for_torch_save get_model_ckpt_name_for_rank",
     "checkpointing runtime.activation_checkpointing.checkpointing":
         "activation: checkpoint configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed "
         "non_reentrant_checkpoint=checkpoint reset",
@@ -88,7 +88,10 @@ _TABLE = {
     "profiling.flops_profiler": "stand_ins: FlopsProfiler",
     "runtime.base_optimizer": "stand_ins: DeepSpeedOptimizer ZeROOptimizer",
     "runtime.bf16_optimizer": "stand_ins: BF16_Optimizer",
-    "runtime.config": "ds_config: DeepSpeedConfig get_gradient_clipping read_config; sections: DeepSpeedConfigError",
+    "runtime.config":
+        "ds_config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig "
+        "LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER "
+        "get_gradient_clipping read_config; sections: DeepSpeedConfigError",
     "runtime.config_utils": "sections: DeepSpeedConfigModel=Section",
     "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT",
     "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
@@ -122,7 +125,9 @@ _TABLE = {
         "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
         "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
         "noop_decorator required_torch_version see_memory_usage set_random_seed",
-    "runtime.zero runtime.zero.tiling": "stand_ins: TiledLinear",
+    "runtime.zero":
+        "partition: GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "unregister_external_parameter; stand_ins: TiledLinear",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "OffloadDeviceEnum",
@@ -131,18 +136,29 @@ _TABLE = {
         "sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config":
         "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
+    "runtime.zero.parameter_offload": "partition: is_zero_param",
+    "runtime.zero.partition_parameters":
+        "accelerator: get_accelerator; partition: GatheredParameters Init MultipleAllGatherHandles "
+        "ZeroParamStatus ZeroParamType _orig_torch_arange _orig_torch_empty _orig_torch_eye _orig_torch_full "
+        "_orig_torch_ones _orig_torch_randn _orig_torch_tensor _orig_torch_zeros is_zero_param "
+        "register_external_parameter restore_init_context shutdown_init_context unregister_external_parameter "
+        "zero_wrapper_for_fp_tensor_constructor",
     "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
+    "runtime.zero.tiling": "stand_ins: TiledLinear",
     "runtime.zero.utils": "stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",
     "utils":
-        "leaf_modules: get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter; logs: log_dist "
-        "log_dist_once logger set_log_level_from_string; utilities: OnDevice RepeatingLoader "
-        "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group "
-        "get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_group "
-        "get_tensor_model_parallel_rank get_tensor_model_parallel_world_size initialize instrument_w_nvtx "
-        "recursive_getattr recursive_setattr",
+        "fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+        "safe_set_local_optimizer_state safe_update_full_grad_vectorized; leaf_modules: get_z3_leaf_modules "
+        "set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+        "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter; logs: log_dist log_dist_once logger "
+        "set_log_level_from_string; utilities: OnDevice RepeatingLoader get_data_parallel_group "
+        "get_data_parallel_rank get_data_parallel_world_size get_model_parallel_group get_model_parallel_rank "
+        "get_model_parallel_world_size get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+        "get_tensor_model_parallel_world_size initialize instrument_w_nvtx recursive_getattr recursive_setattr",
     "utils.comms_logging": "communication: CommsLogger",
     "utils.groups":
         "utilities: _get_broadcast_src_rank _get_data_parallel_group _get_data_parallel_group_ranks "
@@ -160,6 +176,11 @@ _TABLE = {
         "print_dist set_log_level_from_string should_log_le warning_once",
     "utils.module_utils": "utilities: recursive_getattr recursive_setattr",
     "utils.nvtx": "utilities: instrument_w_nvtx",
+    "utils.tensor_fragment":
+        "fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+        "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
+        "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
+        "safe_set_local_optimizer_state safe_update_full_grad_vectorized",
     "utils.torch": "utilities: required_torch_version",
     "utils.z3_leaf_module":
         "leaf_modules: apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
@@ -168,6 +189,9 @@ _TABLE = {
     "utils.zero_to_fp32":
         "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint",
+    "zero":
+        "partition: GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
+        "unregister_external_parameter",
 }
 
 INSTEAD: dict[str, str] = {  # by module or name: what to use
