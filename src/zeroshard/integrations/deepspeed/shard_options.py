@@ -46,8 +46,6 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
     if not fp16.enabled:
         return {"precision": "fp32"}
     options: dict[str, Any] = {"precision": "fp16"}
-    if fp16.fp16_master_weights_and_grads:
-        options |= {"master_weights": False, "gradient_dtype": torch.float16}
     if fp16.loss_scale:
         return {**options, "loss_scale": fp16.loss_scale}
     return options | {
@@ -105,9 +103,13 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
     name = config.optimizer_name
     if name is None:
         raise DeepSpeedConfigError("optimizer.type is missing: name one, or pass an optimizer to initialize(optimizer=...).")
-    given = {key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")}
+    given = {
+        key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")
+    }
     if "max_grad_norm" in given:
-        raise ValueError("optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level.")
+        raise ValueError(
+            "optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level."
+        )
     low = name.lower()
     if low in _REFUSED:
         raise DeepSpeedConfigError(f"optimizer.type {name!r} is not supported: it {_REFUSED[low]}. Instead {_OWN}.")
@@ -135,7 +137,9 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     }  # fmt: skip
     found = classes.get(name) or {attribute.lower(): value for attribute, value in classes.items()}.get(name.lower())
     if found is None:
-        raise DeepSpeedConfigError(f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}")
+        raise DeepSpeedConfigError(
+            f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}"
+        )
     return found
 
 
