@@ -237,7 +237,6 @@ def test_offload_below_its_stage_is_said():
         ({"data_types": {"keep_in_fp32_modules": "all"}}, DeepSpeedConfigError, "keep_in_fp32_modules"),
         ({"checkpoint": {"tag_validation": "maybe"}}, DeepSpeedConfigError, "tag_validation"),
         ({"checkpoint": {"parallel_write": {"pipeline_stage": "yes"}}}, DeepSpeedConfigError, "pipeline_stage"),
-        ({"zero_optimization": {"stage": 2, "compute_grad_norm": False}}, ValueError, "clipping needs the norm"),
         ({"fp16": {"enabled": True, "loss_scale": True}}, ValidationError, "fp16.loss_scale: expected a finite number"),
         ({"fp16": {"enabled": True, "loss_scale": float("inf")}}, ValidationError, "fp16.loss_scale"),
         ({"fp16": {"enabled": True, "loss_scale_window": 0}}, ValidationError, "fp16.loss_scale_window"),
@@ -256,6 +255,12 @@ def test_values_without_meaning_are_free():
     """A window of 0 says nothing with a fixed scale, or without fp16."""
     assert read(fp16={"enabled": True, "loss_scale": 8, "loss_scale_window": 0}).float16_config.loss_scale == 8
     assert read(fp16={"loss_scale_window": 0}).notes == []
+
+
+def test_all_that_was_read_can_be_printed(capfd):
+    read(gradient_clipping=0.25).print("ds_config")
+    shown = capfd.readouterr().err
+    assert "ds_config.gradient_clipping = 0.25" in shown and '"gradient_clipping": 0.25' in shown
 
 
 def test_functions_that_read_one_section():
@@ -293,6 +298,15 @@ def test_the_options_of_shard():
     assert zs.Config(**options).offload_optimizer.path == "/fast"
     assert shard_options(read(fp16={"enabled": True}))["loss_scale_hysteresis"] == 1  # stage 0
     assert shard_options(read(fp16={"enabled": True, "loss_scale": 8}))["loss_scale"] == 8
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_clipping": 0, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}])
+def test_a_norm_that_is_needed_cannot_be_switched_off(more):
+    zero = {"stage": 2, "compute_grad_norm": False, **more.get("zero_optimization", {})}
+    with pytest.raises(ValueError, match="compute_grad_norm false: clipping and offload_optimizer need the norm"):
+        shard_options(read(**{**more, "zero_optimization": zero}))
+    without = read(zero_optimization={"stage": 2, "compute_grad_norm": False}, gradient_clipping=0)
+    assert "max_grad_norm" not in shard_options(without)
 
 
 def test_a_disk_without_a_folder_is_refused():

@@ -98,14 +98,19 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
+    """JSON, or Hjson where its package is installed."""
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
         if importlib.util.find_spec("hjson") is None:
-            raise ValueError(f"{source} is not JSON: {error}. Comments and the like (Hjson) need the package hjson.") from None
+            hint = " Comments and the like (Hjson) need the package hjson."
+            raise ValueError(f"{source} is not JSON: {error}.{hint}") from None
         import hjson
 
-        found = hjson.loads(text, object_pairs_hook=_no_duplicates)
+        try:
+            found = hjson.loads(text, object_pairs_hook=_no_duplicates) if text.strip() else None
+        except hjson.HjsonDecodeError as error:
+            raise ValueError(f"{source} is neither JSON nor Hjson: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{source}: expected an object of keys, got {type(found).__name__}.")
     return found
@@ -274,10 +279,6 @@ class DeepSpeedConfig:
         )
         if self.gradient_allreduce_op == "sum" and stage == 3:
             raise ValueError('gradient_allreduce_op "sum" is for stages 0 to 2: at stage 3 use "mean", and scale the loss.')
-        if not self.zero_config.compute_grad_norm and self.gradient_clipping:
-            raise ValueError(
-                "zero_optimization.compute_grad_norm false: clipping needs the norm. Set gradient_clipping to 0, or leave it out."
-            )
         if self.monitor_config.wandb.enabled and importlib.util.find_spec("wandb") is None:
             raise DeepSpeedConfigError(
                 "wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor."

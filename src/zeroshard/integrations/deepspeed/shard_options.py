@@ -19,8 +19,16 @@ from .sections import DeepSpeedConfigError, Section
 
 
 def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults."""
+    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults.
+
+    Raises ValueError for a norm that is switched off and needed, DeepSpeedConfigError for offload to a disk without a folder.
+    """
     zero = config.zero_config
+    if not zero.compute_grad_norm and (config.gradient_clipping or _is_offloaded(zero.offload_optimizer)):
+        raise ValueError(
+            "zero_optimization.compute_grad_norm false: clipping and offload_optimizer need the norm. Set gradient_clipping to 0 "
+            "and leave offload_optimizer out, or leave compute_grad_norm out."
+        )
     options: dict[str, Any] = {"stage": zero.stage, **_precision(config)}
     if config.gradient_clipping > 0:
         options["max_grad_norm"] = config.gradient_clipping
@@ -33,9 +41,13 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options |= _gathering(config)
     for name, lowest in OFFLOAD_STAGES.items():
         section = getattr(zero, name)
-        if section is not None and section.device != "none" and zero.stage >= lowest:
+        if _is_offloaded(section) and zero.stage >= lowest:
             options[name] = _offload(section)
     return options
+
+
+def _is_offloaded(section: Any) -> bool:
+    return section is not None and section.device != "none"
 
 
 def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
