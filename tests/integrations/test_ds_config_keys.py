@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration: honoured ones change what they should, noted ones say one sentence, refused ones raise by name.
+"""Every key of a DeepSpeed configuration: honoured ones change what they should, noted ones say one sentence, refused ones raise.
 
 NAMES is written down from DeepSpeed's documents and from 0.19.8 itself, apart from the table that is tested.
 """
@@ -15,37 +15,39 @@ from zeroshard.integrations.deepspeed.shard_options import build_optimizer, shar
 
 # section: names, section(.section): names
 NAMES = """
-: train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer scheduler
-  gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type
+: train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation optimizer
+  scheduler gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op communication_data_type
   seq_parallel_communication_data_type data_types zero_allow_untested_optimizer zero_force_ds_cpu_optimizer steps_per_print
-  wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc dataloader_drop_last log_level vocabulary_size
-  sequence_parallel_size data_parallel_size use_data_before_expert_parallelism zero_optimization fp16 bf16 torch_autocast
-  activation_checkpointing aio checkpoint timers flops_profiler comms_logger tensorboard wandb csv_monitor comet pipeline tensor_parallel
-  expert_parallel compile hybrid_engine autotuning data_efficiency datastates_ckpt weight_quantization nebula compression_training amp
-  quantize_training sparse_gradients eigenvalue sparse_attention elasticity graph_harvesting curriculum_learning progressive_layer_drop
+  wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc dataloader_drop_last log_level
+  vocabulary_size sequence_parallel_size data_parallel_size use_data_before_expert_parallelism zero_optimization fp16 bf16
+  torch_autocast activation_checkpointing aio checkpoint timers flops_profiler comms_logger tensorboard wandb csv_monitor
+  comet pipeline tensor_parallel expert_parallel compile hybrid_engine autotuning data_efficiency datastates_ckpt
+  weight_quantization nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention
+  elasticity graph_harvesting curriculum_learning progressive_layer_drop
 optimizer: type params legacy_fusion
-optimizer.params: lr betas eps weight_decay momentum amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states max_grad_norm muon_lr
-  adam_lr ns_method per_head_muon foreach set_grad_none
+optimizer.params: lr betas eps weight_decay momentum amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states
+  max_grad_norm muon_lr adam_lr ns_method per_head_muon foreach set_grad_none
 scheduler: type params
-scheduler.params: last_batch_iteration lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase
-  cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size cycle_first_stair_count cycle_second_stair_count
-  decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate warmup_min_lr warmup_max_lr warmup_num_steps warmup_type
-  total_num_steps warmup_min_ratio cos_min_ratio
+scheduler.params: last_batch_iteration lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate
+  lr_range_test_staircase cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size
+  cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate
+  warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio cos_min_ratio
 data_types: grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules
 zero_optimization: stage contiguous_gradients reduce_scatter reduce_bucket_size allgather_bucket_size allgather_partitions
-  use_multi_rank_bucket_allreduce overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_optimizer offload_param
-  zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory prefetch_bucket_size param_persistence_threshold
-  model_persistence_threshold max_live_parameters max_reuse_distance gather_16bit_weights_on_model_save module_granularity_threshold
-  use_all_reduce_for_fetch_params allgather_sequential stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1
-  round_robin_gradients parameter_alignment zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients
-  zero_quantized_nontrainable_weights memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings
-  enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module mics_shard_size mics_hierarchical_params_gather zeropp_loco_param
+  use_multi_rank_bucket_allreduce overlap_comm compute_grad_norm load_from_fp32_weights elastic_checkpoint offload_optimizer
+  offload_param zenflow sub_group_size cpu_offload cpu_offload_param cpu_offload_use_pin_memory prefetch_bucket_size
+  param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
+  gather_16bit_weights_on_model_save module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential
+  stage3_gather_fp16_weights_on_model_save ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
+  zero_hpz_partition_size zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights
+  memory_efficient_linear pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings enable_sanity_checks
+  save_muon_momentum_buffer_in_memory leaf_module mics_shard_size mics_hierarchical_params_gather zeropp_loco_param
 zero_optimization.leaf_module: classes names name_suffixes
 zero_optimization.offload_param: device nvme_path buffer_count buffer_size max_in_cpu pin_memory
-zero_optimization.offload_optimizer: device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
-  cpuadam_cores_perc
-zero_optimization.zenflow: topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio full_warm_up_rounds
-  pt_reserved_cores_perc steps_per_epoch
+zero_optimization.offload_optimizer: device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio
+  super_offload cpuadam_cores_perc
+zero_optimization.zenflow: topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio
+  full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch
 fp16: enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale auto_cast
   fp16_master_weights_and_grads
 bf16: enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
@@ -64,32 +66,34 @@ timers: throughput
 timers.throughput: enabled synchronized
 comms_logger: enabled prof_all prof_ops verbose debug
 flops_profiler: enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
-tensor_parallel: dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tensor_parallel injection_policy_tuple
-  partition_config preset_model keep_module_on_host replace_with_kernel_inject
+tensor_parallel: dtype autotp_size tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend tensor_parallel
+  injection_policy_tuple partition_config preset_model keep_module_on_host replace_with_kernel_inject
 tensor_parallel.tensor_parallel: tp_size tp_grain_size mpu tp_group
 tensor_parallel.partition_config: use_default_specs layer_specs
-expert_parallel: enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern
-  expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl row_weighting_impl
-  gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k
-  load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts
-  shared_experts_pattern shared_experts_gate_pattern expert_activation
+expert_parallel: enabled autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model
+  moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply
+  combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank
+  num_expert_groups num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3
+  num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation
 pipeline: stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned
-compile: deepcompile passes free_activation free_activation_threshold offload_activation offload_activation_pin_memory offload_opt_states
-  offload_parameters double_buffer symmetric_memory autoep_non_moe debug_log sync_before_reduce sync_after_reduce sync_before_allgather
-  sync_after_allgather keep_int_input_tensors keep_all_input_tensors
-hybrid_engine: enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size enable_cuda_graph
-autotuning: enabled fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size max_train_batch_size
-  min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes tuner_type
-  tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path
+compile: deepcompile passes free_activation free_activation_threshold offload_activation offload_activation_pin_memory
+  offload_opt_states offload_parameters double_buffer symmetric_memory autoep_non_moe debug_log sync_before_reduce
+  sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors
+hybrid_engine: enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size
+  enable_cuda_graph
+autotuning: enabled fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size
+  max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu
+  num_tuning_micro_batch_sizes tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path
 data_efficiency: enabled seed data_sampling data_routing
 data_efficiency.data_sampling: enabled num_epochs num_workers pin_memory curriculum_learning dynamic_batching
 data_efficiency.data_sampling.curriculum_learning: enabled data_cluster_path curriculum_metrics
 data_efficiency.data_sampling.dynamic_batching: enabled lr_scaling_method min_batch_size max_batch_size
 data_efficiency.data_routing: enabled random_ltd
-data_efficiency.data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name model_type
-  hidden_state_order random_ltd_schedule layer_token_lr_schedule
+data_efficiency.data_routing.random_ltd: enabled total_layer_num random_ltd_layer_num random_ltd_layer_id model_mask_name
+  model_type hidden_state_order random_ltd_schedule layer_token_lr_schedule
 weight_quantization: enabled num_bits q_type q_groups quantized_initialization post_init_quant
-compression_training: layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning
+compression_training: layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning
+  channel_pruning
 """
 
 
@@ -110,7 +114,8 @@ AROUND = {
     "fp16": {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "fp16.enabled": {}, "bf16.enabled": {},
     "bf16": {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-    "bf16.bf16_optimizer_states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "zero_optimization": {"stage": 1}},
+    "bf16.bf16_optimizer_states": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 1}},
     "optimizer": {"optimizer": {"type": "Adam", "params": {}}},
     "optimizer.type": {},
     "scheduler": {"scheduler": {"type": "WarmupLR", "params": {}}},
@@ -118,8 +123,10 @@ AROUND = {
     "zero_optimization": {"zero_optimization": {"stage": 3}},
     "zero_optimization.stage": {},
     "zero_optimization.compute_grad_norm": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0},
-    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a"}}},
-    "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}},
+    "zero_optimization.offload_param": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme",
+        "nvme_path": "/a"}}},
+    "zero_optimization.offload_optimizer": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme",
+        "nvme_path": "/a"}}},
     "data_types.param_dtype": {"bf16": {"enabled": True}},
     "train_batch_size": {"train_batch_size": ABSENT, "train_micro_batch_size_per_gpu": 2},
 }  # fmt: skip
@@ -128,18 +135,23 @@ SAMPLES = {
     "gradient_allreduce_op": "sum", "communication_data_type": "bf16", "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2, "data_types.grad_accum_dtype": "fp16", "data_types.param_dtype": "bf16",
     "data_types.buffer_dtype": "bf16", "data_types.keep_in_fp32_modules": ["rotary"], "torch_autocast.dtype": "bfloat16",
-    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"], "checkpoint.tag_validation": "fail", "zero_optimization.stage": 2,
-    "zero_optimization.overlap_comm": False, "zero_optimization.offload_param.device": "cpu", "zero_optimization.offload_optimizer.device": "cpu",
+    "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"], "checkpoint.tag_validation": "fail",
+    "zero_optimization.stage": 2,
+    "zero_optimization.overlap_comm": False, "zero_optimization.offload_param.device": "cpu",
+    "zero_optimization.offload_optimizer.device": "cpu",
     "fp16.loss_scale": 128, "timers.throughput.enabled": False,
 }  # fmt: skip
 ATTRIBUTES = {  # section: where its keys are found
-    "fp16": "float16_config.", "bf16": "bfloat16_config.", "zero_optimization": "zero_config.", "data_types": "", "torch_autocast": "torch_autocast_",
+    "fp16": "float16_config.", "bf16": "bfloat16_config.", "zero_optimization": "zero_config.", "data_types": "",
+        "torch_autocast": "torch_autocast_",
     "tensorboard": "monitor_config.tensorboard.", "csv_monitor": "monitor_config.csv_monitor.", "wandb": "monitor_config.wandb.",
     "optimizer": "optimizer_name", "scheduler": "scheduler_name", "activation_checkpointing": "activation_checkpointing_config.",
 }  # fmt: skip
 MOVED = {  # keys whose value is found elsewhere
-    "optimizer.type": "optimizer_name", "scheduler.type": "scheduler_name", "checkpoint.tag_validation": "checkpoint_tag_validation_fail",
-    "zero_optimization.cpu_offload": "zero_config.offload_optimizer", "zero_optimization.cpu_offload_param": "zero_config.offload_param",
+    "optimizer.type": "optimizer_name", "scheduler.type": "scheduler_name",
+        "checkpoint.tag_validation": "checkpoint_tag_validation_fail",
+    "zero_optimization.cpu_offload": "zero_config.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_config.offload_param",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",
 }  # fmt: skip
 
@@ -148,11 +160,13 @@ def sample(key):
     """A value of the key that is not its default."""
     if key.name in SAMPLES:
         return SAMPLES[key.name]
-    by_kind = {"text": "x", "texts": ["a.B"], "path": "/b", "fraction": 0.5, "count": 7, "positive": 7, "whole": 7, "bool": key.default is not True}
+    by_kind = {"text": "x", "texts": ["a.B"], "path": "/b", "fraction": 0.5, "count": 7, "positive": 7, "whole": 7,
+        "bool": key.default is not True}
     if key.kind in by_kind:
         return by_kind[key.kind]
     default = key.default
-    return not default if isinstance(default, bool) else f"{default}x" if isinstance(default, str) else 3 if default is None else default + 1
+    return not default if isinstance(default, bool) else f"{default}x" if isinstance(default,
+        str) else 3 if default is None else default + 1
 
 
 def config_with(name, value=ABSENT):
@@ -280,10 +294,13 @@ def real_models():
     from deepspeed.runtime import precision_config as precision
     from deepspeed.runtime.zero import offload_config as offload
 
-    return [(zero.DeepSpeedZeroConfig, sections.DeepSpeedZeroConfig), (offload.DeepSpeedZeroOffloadParamConfig, sections.DeepSpeedZeroOffloadParamConfig),
+    return [(zero.DeepSpeedZeroConfig, sections.DeepSpeedZeroConfig), (offload.DeepSpeedZeroOffloadParamConfig,
+        sections.DeepSpeedZeroOffloadParamConfig),
             (offload.DeepSpeedZeroOffloadOptimizerConfig, sections.DeepSpeedZeroOffloadOptimizerConfig),
-            (precision.DeepSpeedFP16Config, sections.DeepSpeedFP16Config), (precision.DeepSpeedBF16Config, sections.DeepSpeedBF16Config),
-            (monitor.TensorBoardConfig, sections.TensorBoardConfig), (monitor.CSVConfig, sections.CSVConfig), (monitor.WandbConfig, sections.WandbConfig),
+            (precision.DeepSpeedFP16Config, sections.DeepSpeedFP16Config), (precision.DeepSpeedBF16Config,
+                sections.DeepSpeedBF16Config),
+            (monitor.TensorBoardConfig, sections.TensorBoardConfig), (monitor.CSVConfig, sections.CSVConfig),
+                (monitor.WandbConfig, sections.WandbConfig),
             (zero.DeepSpeedZeroLeafModuleConfig, sections.DeepSpeedZeroLeafModuleConfig)]  # fmt: skip
 
 
@@ -291,7 +308,8 @@ def test_typed_sections_have_the_fields_and_defaults_of_deepspeed_itself():
     """Where the real one is installed."""
     for real, ours in real_models():
         theirs, mine = real().model_dump(), ours().model_dump()
-        removed = {"mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"} if ours is sections.DeepSpeedZeroConfig else set()
+        removed = {"mics_shard_size", "mics_hierarchical_params_gather",
+            "zeropp_loco_param"} if ours is sections.DeepSpeedZeroConfig else set()
         assert mine.keys() - removed == theirs.keys()
         forwarded = {"stage3_gather_fp16_weights_on_model_save"}
         assert {n: v for n, v in theirs.items() if n not in forwarded} == {n: mine[n] for n in theirs if n not in forwarded}

@@ -1,7 +1,7 @@
 """Every key of a DeepSpeed configuration (0.19.8, and those that older templates carry), as data: what becomes of it here.
 
     honoured   it changes what is computed, kept, saved or reported
-    noted      it is taken; where it is not the default, one sentence says why nothing follows from it. Results do not depend on it
+    noted      it is taken; where it is not the default, one sentence says why nothing follows. Results do not depend on it
     refused    nothing would do what it asks: its name and the remedy are raised, unless it is switched off or the default
 
 `KEYS` maps the whole name ("zero_optimization.stage") to its row; `table()` gives the rows for a document. ds_config.py reads
@@ -108,7 +108,8 @@ _TOP = (
     _H("gradient_accumulation_steps", None, "micro batches a step"),
     _H("managed_gradient_accumulation", True, "false: every step() updates, the caller scales the loss"),
     _H("optimizer", None, "built where initialize() is given none"),
-    _H("optimizer.type", None, "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, or a class of torch.optim; others are refused by name"),
+    _H("optimizer.type", None,
+        "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, or a class of torch.optim; others are refused by name"),
     _H("optimizer.params", None, "arguments of the class"),
     *(_H(f"optimizer.params.{name}", value, "argument of the class") for name, value in {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "amsgrad": False}.items()),
@@ -117,17 +118,21 @@ _TOP = (
     _N("optimizer.params.torch_adam", False, "Adam is torch's in any case"),
     _N("optimizer.params.foreach", None, "shards are stepped as flat stretches, whichever loop that is"),
     _N("optimizer.params.set_grad_none", True, "zero_grad() decides"),
-    _N("optimizer.params.fp32_optimizer_states", True, "states have the dtype of the masters, fp32 unless bf16_master_weights_and_grads"),
+    _N("optimizer.params.fp32_optimizer_states", True,
+        "states have the dtype of the masters, fp32 unless bf16_master_weights_and_grads"),
     _R("optimizer.params.max_grad_norm", None, "set gradient_clipping at the top level instead"),
-    *(_R(f"optimizer.params.{name}", value, "of the optimizer Muon, which is refused: pass an optimizer to initialize(optimizer=...)")
+    *(_R(f"optimizer.params.{name}", value,
+        "of the optimizer Muon, which is refused: pass an optimizer to initialize(optimizer=...)")
       for name, value in {"muon_lr": None, "adam_lr": None, "ns_method": "gram", "per_head_muon": None}.items()),
     _N("optimizer.legacy_fusion", False, "there are no fused kernels to choose from"),
     _H("scheduler", None, "built where initialize() is given none"),
-    _H("scheduler.type", None, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
+    _H("scheduler.type", None,
+        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of torch.optim.lr_scheduler"),
     _H("scheduler.params", None, "arguments of the class"),
     *(_H(f"scheduler.params.{name}", value, "argument of the class") for name, value in {
         "last_batch_iteration": -1, "lr_range_test_min_lr": 1e-3, "lr_range_test_step_size": 2000, "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False, "cycle_min_lr": None, "cycle_max_lr": None, "decay_lr_rate": 0.0, "cycle_first_step_size": 2000,
+        "lr_range_test_staircase": False, "cycle_min_lr": None, "cycle_max_lr": None, "decay_lr_rate": 0.0,
+        "cycle_first_step_size": 2000,
         "cycle_second_step_size": None, "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
         "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0, "warmup_min_lr": 0.0,
         "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": "log", "total_num_steps": None, "warmup_min_ratio": 0.0,
@@ -136,10 +141,12 @@ _TOP = (
     _N("prescale_gradients", False, f"gradients are summed in fp32, where the order of division is no matter: {_SAME}"),
     _N("gradient_predivide_factor", 1.0, f"gradients are summed in fp32, where the order of division is no matter: {_SAME}"),
     _H("gradient_allreduce_op", "mean", '"sum": gradients are added up over ranks, stages 0 to 2'),
-    _H("communication_data_type", None, "fp32, fp16 or bf16: dtype in which gradients are sent (sums are fp32)", option="reduce_dtype"),
+    _H("communication_data_type", None, "fp32, fp16 or bf16: dtype in which gradients are sent (sums are fp32)",
+        option="reduce_dtype"),
     _N("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     _H("data_types", None, "below"),
-    _H("data_types.grad_accum_dtype", None, "dtype in which gradients rest and accumulate; fp32 where it is not given", option="gradient_dtype"),
+    _H("data_types.grad_accum_dtype", None, "dtype in which gradients rest and accumulate; fp32 where it is not given",
+        option="gradient_dtype"),
     _H("data_types.param_dtype", None, "must be that of the enabled precision"),
     _H("data_types.buffer_dtype", None, "floating-point buffers are cast to it; they stay as they are where it is not given"),
     _H("data_types.keep_in_fp32_modules", "auto", "patterns of buffers that stay fp32 where others are cast"),
@@ -154,12 +161,15 @@ _TOP = (
     _H("dataloader_drop_last", False, "of training_data="),
     _H("log_level", None, "level of the package's logger"),
     _N("vocabulary_size", None, "a hint about alignment"),
-    *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of the data-parallel ranks",
+    *(_R(name, default, "other parallel dimensions are not in the configuration: leave it out, and pass a process group of "
+        "the data-parallel ranks",
          on=_several) for name, default in {"sequence_parallel_size": 1, "data_parallel_size": None}.items()),
     _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
 )  # fmt: skip
 
-_QUANTIZED = "values would be sent with fewer bits, which is not there yet: leave it out, and set communication_data_type for fewer bytes"
+_QUANTIZED = (
+    "values would be sent with fewer bits, which is not there yet: leave it out, and set communication_data_type for fewer bytes"
+)
 _ZERO = (
     _H("stage", 0, "0: replicated, 1: optimizer states, 2: gradients, 3: parameters are sharded", "stage", "stage"),
     _N("contiguous_gradients", True, f"gradients are always in flat buffers: {_SAME}", "bool"),
@@ -181,11 +191,13 @@ _ZERO = (
     _H("cpu_offload", None, 'deprecated: offload_optimizer {"device": "cpu"}', "bool", "offload_optimizer"),
     _H("cpu_offload_param", None, 'deprecated: offload_param {"device": "cpu"}', "bool", "offload_param"),
     _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"),
-    _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count", "prefetch_bucket_size")),
+    _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count",
+        "prefetch_bucket_size")),
     _stage3(_H("param_persistence_threshold", 100_000, "parameters below it count as persistent (param.ds_persist)", "count")),
     _stage3(_H("model_persistence_threshold", sys.maxsize, "elements that may be persistent together", "count")),
     _stage3(_H("max_live_parameters", 1_000_000_000, "bounds the next one", "count", "max_live_parameters")),
-    _stage3(_H("max_reuse_distance", 1_000_000_000, "a unit stays gathered from forward to backward if at most so many elements are gathered in "
+    _stage3(_H("max_reuse_distance", 1_000_000_000,
+        "a unit stays gathered from forward to backward if at most so many elements are gathered in "
                "between, where one of the two is given", "count", "max_live_parameters")),
     _stage3(_H("gather_16bit_weights_on_model_save", False, "save_16bit_model writes whole weights at stage 3", "bool")),
     _stage3(_N("module_granularity_threshold", 0, f"units are the blocks that repeat in the model: {_SAME}", "whole")),
@@ -196,7 +208,8 @@ _ZERO = (
     _R("legacy_stage1", False, "leave it out: stage 1 is one thing here", "bool"),
     _N("round_robin_gradients", False, f"ownership of gradients follows the flat layout: {_SAME}", "bool"),
     _N("parameter_alignment", False, f"flat buffers are aligned already: {_SAME}", "bool"),
-    _R("zero_hpz_partition_size", 1, "a second copy of the parameters per machine is not there yet: leave it out", "count", _several),
+    _R("zero_hpz_partition_size", 1, "a second copy of the parameters per machine is not there yet: leave it out", "count",
+        _several),
     *(_R(name, False, _QUANTIZED, "bool") for name in
       ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")),
     _N("memory_efficient_linear", True, f"torch.nn.functional.linear is left alone: {_SAME}", "bool"),
@@ -208,7 +221,8 @@ _ZERO = (
     _H("leaf_module", None, "below", "leaf_module"),
     _H("leaf_module.classes", ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
                                "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-                               "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"), "classes gathered whole", "texts"),
+                               "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock"),
+                               "classes gathered whole", "texts"),
     _H("leaf_module.names", (), "modules gathered whole, by name", "texts"),
     _H("leaf_module.name_suffixes", (), "modules gathered whole, by the end of their name", "texts"),
     _R("mics_shard_size", -1, "leave it out, and pass a process group of that many ranks", on=_several),
@@ -243,10 +257,12 @@ _FP16 = (
     _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "whole", "initial_loss_scale"),
     _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
     _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
-    _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool", "consecutive_hysteresis"),
+    _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool",
+        "consecutive_hysteresis"),
     _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
     _H("auto_cast", False, "inputs are cast to fp16", "bool"),
-    _H("fp16_master_weights_and_grads", False, "no fp32 masters, gradients rest in fp16", "bool", "master_weights"),
+    _R("fp16_master_weights_and_grads", False,
+        "Adam's eps is zero in fp16: leave it out, or use bf16.bf16_master_weights_and_grads", "bool"),
 )
 _BF16 = (
     _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
@@ -292,7 +308,8 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {
             "type": "FAST", "io_buffer_size": 64 << 20, "io_buffer_double": True, "io_multiplier": 1, "show_statistics": False,
             "data_parallel": None}.items()),
-        _N("writer.decoupled", False, "save_checkpoint returns when the checkpoint is complete; zs.save(asynchronous=True) does not wait"),
+        _N("writer.decoupled", False,
+            "save_checkpoint returns when the checkpoint is complete; zs.save(asynchronous=True) does not wait"),
     ),
     "tensorboard": _WRITTEN,
     "csv_monitor": _WRITTEN,
@@ -303,7 +320,8 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         _H("project", "deepspeed", "of wandb.init", "text"),
     ),
     "timers": (_H("throughput", None, "below"),),
-    "timers.throughput": tuple(_N(name, True, "throughput is not printed: see zs.report", "bool") for name in ("enabled", "synchronized")),
+    "timers.throughput": tuple(
+        _N(name, True, "throughput is not printed: see zs.report", "bool") for name in ("enabled", "synchronized")),
     "comms_logger": (
         _N("enabled", False, "zs.report(model) gives bytes and calls", "bool"),
         _N("prof_all", True, "of comms_logger", "bool"),
@@ -313,54 +331,67 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     "flops_profiler": (
         _N("enabled", False, "operations are not counted: torch.utils.flop_counter does that"),
         *(_N(name, value, "of flops_profiler") for name, value in {
-            "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True, "output_file": None}.items()),
+            "recompute_fwd_factor": 0.0, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": True,
+            "output_file": None}.items()),
     ),
     "pipeline": tuple(_N(name, value, "of PipelineModule, which is refused: torch.distributed.pipelining") for name, value in {
-        "stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0, "pipe_partitioned": True,
+        "stages": "auto", "partition": "best", "seed_layers": False, "activation_checkpoint_interval": 0,
+        "pipe_partitioned": True,
         "grad_partitioned": True}.items()),
 }  # fmt: skip
 
 _EXPERTS = (
-    "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern expert_pattern "
-    "router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl row_weighting_impl gate_up_impl "
-    "comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k load_balance_coeff "
-    "routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern "
-    "shared_experts_gate_pattern expert_activation"
+    "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model moe_layer_pattern "
+    "expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply combine_impl "
+    "row_weighting_impl gate_up_impl comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank num_expert_groups "
+    "num_limited_groups score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 "
+    "num_experts_attr top_k_attr has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
 )
 _EXPERT_DEFAULTS = {
-    "autoep_size": 1, "expert_tensor_parallel_size": 1, "validate_folding_routing": False, "async_split_plan": False, "use_grouped_mm": True,
-    "disable_triton_grouped_mm": False, "route_scale": 1.0, "score_apply": "auto", "combine_impl": "auto", "row_weighting_impl": "auto",
-    "gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12, "comm_qp_margin": 4, "comm_max_tokens_per_rank": 0,
-    "score_func": "auto", "top_k": "auto", "routed_scaling_factor": "auto",
+    "autoep_size": 1, "expert_tensor_parallel_size": 1, "validate_folding_routing": False, "async_split_plan": False,
+    "use_grouped_mm": True, "disable_triton_grouped_mm": False, "route_scale": 1.0, "score_apply": "auto", "combine_impl":
+    "auto", "row_weighting_impl": "auto", "gate_up_impl": "separate", "comm_backend": "comm", "comm_num_sm": 12,
+    "comm_qp_margin": 4, "comm_max_tokens_per_rank": 0, "score_func": "auto", "top_k": "auto", "routed_scaling_factor":
+    "auto",
 }  # fmt: skip
 _TUNING = (
     "fast results_dir exps_dir overwrite metric metric_path start_profile_step end_profile_step mp_size max_train_batch_size "
-    "min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes tuner_type "
-    "tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"
+    "min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
+    "tuner_type tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path"
 )
 _TUNING_DEFAULTS = {
-    "fast": True, "results_dir": "autotuning_results", "exps_dir": "autotuning_exps", "overwrite": True, "metric": "throughput",
-    "start_profile_step": 3, "end_profile_step": 5, "mp_size": 1, "min_train_batch_size": 1, "max_train_micro_batch_size_per_gpu": 1024,
-    "min_train_micro_batch_size_per_gpu": 1, "num_tuning_micro_batch_sizes": 3, "tuner_type": "gridsearch", "tuner_early_stopping": 5,
-    "tuner_num_trials": 50,
+    "fast": True, "results_dir": "autotuning_results", "exps_dir": "autotuning_exps", "overwrite": True, "metric":
+    "throughput", "start_profile_step": 3, "end_profile_step": 5, "mp_size": 1, "min_train_batch_size": 1,
+    "max_train_micro_batch_size_per_gpu": 1024, "min_train_micro_batch_size_per_gpu": 1, "num_tuning_micro_batch_sizes":
+    3, "tuner_type": "gridsearch", "tuner_early_stopping": 5, "tuner_num_trials": 50,
 }  # fmt: skip
-_COMPRESSION = "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
+_COMPRESSION = (
+    "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning channel_pruning"
+)
 _GONE = "DeepSpeed has removed it as well: leave it out"
 _REFUSED = (
     *_whole_section("tensor_parallel", "leave it out, and see torch.distributed.tensor.parallel", {
-        "dtype": "fp16", "autotp_size": 0, "tp_overlap_comm": False, "vocab_parallel_lm_head": None, "vocab_parallel_ce_backend": "torch",
+        "dtype": "fp16", "autotp_size": 0, "tp_overlap_comm": False, "vocab_parallel_lm_head": None,
+        "vocab_parallel_ce_backend": "torch",
         "tensor_parallel": None, "tensor_parallel.tp_size": 1, "tensor_parallel.tp_grain_size": 1, "tensor_parallel.mpu": None,
-        "tensor_parallel.tp_group": None, "injection_policy_tuple": None, "partition_config": None, "partition_config.use_default_specs": None,
-        "partition_config.layer_specs": None, "preset_model": None, "keep_module_on_host": False, "replace_with_kernel_inject": False}, _tensor_parallel),
-    *_whole_section("expert_parallel", "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)",
+        "tensor_parallel.tp_group": None, "injection_policy_tuple": None, "partition_config": None,
+        "partition_config.use_default_specs": None,
+        "partition_config.layer_specs": None, "preset_model": None, "keep_module_on_host": False,
+        "replace_with_kernel_inject": False}, _tensor_parallel),
+    *_whole_section("expert_parallel",
+        "leave it out: experts are sharded like all parameters (leaf_module for blocks of experts)",
                     {"enabled": False, **{name: _EXPERT_DEFAULTS.get(name) for name in _EXPERTS.split()}}),
     *_whole_section("compile", "leave it out; engine.compile() and torch.compile work", {
-        "deepcompile": False, "passes": None, "free_activation": False, "free_activation_threshold": 10 << 20, "offload_activation": False,
+        "deepcompile": False, "passes": None, "free_activation": False, "free_activation_threshold": 10 << 20,
+        "offload_activation": False,
         "offload_activation_pin_memory": True, "offload_opt_states": False, "offload_parameters": False, "double_buffer": True,
-        "symmetric_memory": False, "autoep_non_moe": False, "debug_log": False, "sync_before_reduce": False, "sync_after_reduce": False,
-        "sync_before_allgather": False, "sync_after_allgather": False, "keep_int_input_tensors": True, "keep_all_input_tensors": False},
+        "symmetric_memory": False, "autoep_non_moe": False, "debug_log": False, "sync_before_reduce": False,
+        "sync_after_reduce": False,
+        "sync_before_allgather": False, "sync_after_allgather": False, "keep_int_input_tensors": True,
+        "keep_all_input_tensors": False},
         lambda section: is_on(section.get("deepcompile")) if isinstance(section, Mapping) else is_on(section)),
-    *_whole_section("hybrid_engine", "leave it out, and generate with an inference engine or the model itself under zs.gathered", {
+    *_whole_section("hybrid_engine",
+        "leave it out, and generate with an inference engine or the model itself under zs.gathered", {
         "enabled": False, "max_out_tokens": 512, "inference_tp_size": 1, "release_inference_cache": False, "pin_parameters": True,
         "tp_gather_partition_size": 8, "enable_cuda_graph": False}),
     *_whole_section("autotuning", "leave it out; `zeroshard plan` says what fits",
@@ -370,16 +401,20 @@ _REFUSED = (
         "data_sampling.num_workers": 0, "data_sampling.pin_memory": False, "data_sampling.curriculum_learning": None,
         **{f"data_sampling.curriculum_learning.{name}": None for name in ("enabled", "data_cluster_path", "curriculum_metrics")},
         "data_sampling.dynamic_batching": None,
-        **{f"data_sampling.dynamic_batching.{name}": None for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
+        **{f"data_sampling.dynamic_batching.{name}": None 
+           for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
         "data_routing": None, "data_routing.enabled": False, "data_routing.random_ltd": None,
         **{f"data_routing.random_ltd.{name}": None for name in (
-            "enabled", "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type", "hidden_state_order",
+            "enabled", "total_layer_num", "random_ltd_layer_num", "random_ltd_layer_id", "model_mask_name", "model_type",
+            "hidden_state_order",
             "random_ltd_schedule", "layer_token_lr_schedule")}}),
     *_whole_section("datastates_ckpt", "leave it out: checkpoints are written by zs.io", {}),
     *_whole_section("weight_quantization", "leave it out: quantise the trained weights", {
-        "enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": None, "post_init_quant": None}),
+        "enabled": True, "num_bits": 8, "q_type": "symmetric", "q_groups": 1, "quantized_initialization": None,
+        "post_init_quant": None}),
     *_whole_section("comet", "leave it out; tensorboard, csv_monitor and wandb are there", {
-        "enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "api_key": None, "experiment_name": None,
+        "enabled": False, "samples_log_interval": 100, "project": None, "workspace": None, "api_key": None,
+        "experiment_name": None,
         "experiment_key": None, "online": None, "mode": None}),
     *_whole_section("compression_training", _GONE, dict.fromkeys(_COMPRESSION.split())),
     _R("amp", None, 'use "bf16", "fp16" or "torch_autocast"'),

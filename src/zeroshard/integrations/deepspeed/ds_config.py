@@ -29,7 +29,6 @@ from .sections import (
     DeepSpeedFP16Config,
     DeepSpeedThroughputTimerConfig,
     DeepSpeedZeroConfig,
-    Section,
     TensorBoardConfig,
     WandbConfig,
     examine,
@@ -99,14 +98,19 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
+    """JSON, or Hjson where its package is installed."""
     try:
         found = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
         if importlib.util.find_spec("hjson") is None:
-            raise ValueError(f"{source} is not JSON: {error}. Comments and the like (Hjson) need the package hjson.") from None
+            hint = " Comments and the like (Hjson) need the package hjson."
+            raise ValueError(f"{source} is not JSON: {error}.{hint}") from None
         import hjson
 
-        found = hjson.loads(text, object_pairs_hook=_no_duplicates)
+        try:
+            found = hjson.loads(text, object_pairs_hook=_no_duplicates) if text.strip() else None
+        except hjson.HjsonDecodeError as error:
+            raise ValueError(f"{source} is neither JSON nor Hjson: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{source}: expected an object of keys, got {type(found).__name__}.")
     return found
@@ -135,8 +139,8 @@ def read_config(config: object) -> dict[str, Any]:
 class DeepSpeedConfig:
     """A configuration, checked.
 
-    config: dict (left as it is), path of a JSON file, or urlsafe base64 of JSON. mpu: asked for the number of data-parallel ranks.
-    world_size: that number; None: mpu's, or that of torch.distributed, or 1.
+    config: dict (left as it is), path of a JSON file, or urlsafe base64 of JSON.
+    world_size: data-parallel ranks; None: those of mpu, or of mesh_device, or of torch.distributed, or 1.
     notes: a sentence for each key that has no effect here; `say_notes` says them once.
 
     Errors: DeepSpeedConfigError for what is refused, ValidationError (a ValueError) for a value or an unknown key of a typed
@@ -162,7 +166,9 @@ class DeepSpeedConfig:
         for name, lowest in OFFLOAD_STAGES.items():
             section = getattr(self.zero_config, name)
             if section is not None and section.device != "none" and self.zero_optimization_stage < lowest:
-                self.notes.append(f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}.")
+                self.notes.append(
+                    f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}."
+                )
 
     def _read_plain(self, given: Mapping[str, Any]) -> None:
         """Keys at the top that are one value."""
@@ -184,12 +190,12 @@ class DeepSpeedConfig:
         self.optimizer_legacy_fusion = _section(given, "optimizer").get("legacy_fusion", False)
 
     def _read_sections(self, given: Mapping[str, Any]) -> None:
-        self.zero_config: DeepSpeedZeroConfig = DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))  # type: ignore[assignment]
+        self.zero_config: Any = DeepSpeedZeroConfig.of(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         written = {"tensorboard": TensorBoardConfig, "csv_monitor": CSVConfig, "wandb": WandbConfig}
-        monitors: dict[str, Section] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
-        self.monitor_config = SimpleNamespace(**monitors, enabled=any(m.enabled for m in monitors.values()))  # type: ignore[attr-defined]
+        monitors: dict[str, Any] = {name: kind.of(_section(given, name)) for name, kind in written.items()}
+        self.monitor_config = SimpleNamespace(**monitors, enabled=any(monitor.enabled for monitor in monitors.values()))
         self.timers_config = DeepSpeedThroughputTimerConfig.of(_section(given, "timers").get("throughput"))
         comms = CommsLoggerConfig.of(_section(given, "comms_logger"))
         self.comms_config = SimpleNamespace(comms_logger_enabled="comms_logger" in given, comms_logger=comms)
@@ -219,7 +225,9 @@ class DeepSpeedConfig:
         section = _with_defaults(given, "checkpoint")
         mode = str(section["tag_validation"]).upper()
         if mode not in _TAG_VALIDATIONS:
-            raise DeepSpeedConfigError(f"checkpoint.tag_validation: expected Ignore, Warn or Fail, got {section['tag_validation']!r}.")
+            raise DeepSpeedConfigError(
+                f"checkpoint.tag_validation: expected Ignore, Warn or Fail, got {section['tag_validation']!r}."
+            )
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
         self.load_universal_checkpoint = section["load_universal"]
         self.use_node_local_storage = section["use_node_local_storage"]
@@ -259,21 +267,22 @@ class DeepSpeedConfig:
         """Modes that exclude each other."""
         fp16, bf16, stage = self.float16_config, self.bfloat16_config, self.zero_optimization_stage
         assert not (fp16.enabled and bf16.enabled), "fp16.enabled and bf16.enabled: one at most may be true."
-        for section, name in ((fp16, "fp16_master_weights_and_grads"), (bf16, "bf16_master_weights_and_grads"), (bf16, "bf16_optimizer_states")):
-            assert not getattr(section, name) or stage, f"{section.prefix}.{name} needs zero_optimization.stage 1, 2 or 3, got 0."
+        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            assert not getattr(bf16, name) or stage, f"bf16.{name} needs zero_optimization.stage 1, 2 or 3, got 0."
         assert not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads, (
             "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads: set both, or neither."
         )
         enabled = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
         assert self.param_dtype in (None, "auto") or dtype_of("data_types.param_dtype", self.param_dtype) is enabled, (
-            f"data_types.param_dtype is {self.param_dtype}, the enabled precision {enabled}: leave param_dtype out, or enable its section."
+            f"data_types.param_dtype is {self.param_dtype}, the enabled precision {enabled}: leave it out, or enable "
+            "its section."
         )
         if self.gradient_allreduce_op == "sum" and stage == 3:
             raise ValueError('gradient_allreduce_op "sum" is for stages 0 to 2: at stage 3 use "mean", and scale the loss.')
-        if not self.zero_config.compute_grad_norm and self.gradient_clipping:
-            raise ValueError("zero_optimization.compute_grad_norm false: clipping needs the norm. Set gradient_clipping to 0, or leave it out.")
         if self.monitor_config.wandb.enabled and importlib.util.find_spec("wandb") is None:
-            raise DeepSpeedConfigError("wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor.")
+            raise DeepSpeedConfigError(
+                "wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor."
+            )
 
     # -- saying it ---------------------------------------------------------------------------------------------
 

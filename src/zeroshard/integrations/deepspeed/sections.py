@@ -1,7 +1,7 @@
 """The typed sections of a DeepSpeed configuration: objects with a field for each key of config_keys.KEYS.
 
-Values are read leniently where nothing is lost (5e8, "3"), everything else raises ValidationError, which names the key: an unknown
-one, a fraction where a whole number belongs, a value outside its range. "auto" means 'as by default'.
+Values are read leniently where nothing is lost (5e8, "3"), everything else raises ValidationError, which names the key: an
+unknown one, a fraction where a whole number belongs, a value outside its range. "auto" means 'as by default'.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0
 def _bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    return _BOOLS[str(value).lower() if isinstance(value, str) or value in (0, 1) else value]
+    if value in (0, 1):
+        return bool(value)
+    return _BOOLS[value.lower()]
 
 
 def _number(value: Any) -> float:
@@ -126,7 +128,9 @@ class Section:
             if field not in fields:
                 raise ValidationError(f"{self.prefix}: unknown key {name!r}.{did_you_mean(name, fields)}")
             if field in values and values[field] != value:
-                raise ValidationError(f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one.")
+                raise ValidationError(
+                    f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one."
+                )
             if not (isinstance(value, str) and value == "auto"):
                 values[field] = value
         return values
@@ -149,7 +153,7 @@ class Section:
         expected, read = READERS[key.kind]
         try:
             return read(value)
-        except (ValueError, TypeError, KeyError, OverflowError):
+        except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
             raise ValidationError(f"{key.name}: expected {expected}, got {value!r}.") from None
 
     def _check(self) -> None:
@@ -246,7 +250,9 @@ class DeepSpeedFP16Config(Section):
             return
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             if (value := getattr(self, name)) <= 0:
-                raise ValidationError(f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}.")
+                raise ValidationError(
+                    f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}."
+                )
 
 
 class DeepSpeedBF16Config(Section):
@@ -301,11 +307,14 @@ def examine(config: Mapping[str, Any], prefix: str = "") -> list[str]:
     section = f"{prefix}." if prefix else ""
     fields = {key.field for key in keys_of(prefix)}
     for name, value in config.items():
+        if "." in str(name):
+            place, _, field = str(name).rpartition(".")
+            notes.append(f"{section}{name} is ignored: write {field} into the section {section}{place}.")
+            continue
         full = ALIASES.get(f"{section}{name}", f"{section}{name}")
         key = KEYS.get(full)
         if key is None:
-            notes.append(f"{full} is not a key, and is ignored.{did_you_mean(name, fields)}" if "." not in str(name) else
-                         f"{full} is ignored: write {str(name).rpartition('.')[2]} into the section {str(name).rpartition('.')[0]}.")  # fmt: skip
+            notes.append(f"{full} is not a key, and is ignored.{did_you_mean(name, fields)}")
         elif key.treatment is Treatment.REFUSED:
             if prefix != "optimizer.params":  # a script may pass another optimizer: build_optimizer refuses these
                 refuse(key, value)
@@ -321,5 +330,5 @@ def _differs(key: Key, value: Any) -> bool:
     """From the default, as it would be read."""
     try:
         return READERS[key.kind][1](value) != (None if key.default is None else READERS[key.kind][1](key.default))
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
         return True  # the section will say what is wrong with it

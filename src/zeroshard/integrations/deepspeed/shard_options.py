@@ -19,8 +19,16 @@ from .sections import DeepSpeedConfigError, Section
 
 
 def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
-    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults."""
+    """Keyword options of zs.shard. What the configuration does not say is left to zeroshard's defaults.
+
+    Raises ValueError for a norm that is switched off and needed, DeepSpeedConfigError for offload to a disk without a folder.
+    """
     zero = config.zero_config
+    if not zero.compute_grad_norm and (config.gradient_clipping or _is_offloaded(zero.offload_optimizer)):
+        raise ValueError(
+            "zero_optimization.compute_grad_norm false: clipping and offload_optimizer need the norm. Set gradient_clipping to 0 "
+            "and leave offload_optimizer out, or leave compute_grad_norm out."
+        )
     options: dict[str, Any] = {"stage": zero.stage, **_precision(config)}
     if config.gradient_clipping > 0:
         options["max_grad_norm"] = config.gradient_clipping
@@ -33,9 +41,13 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options |= _gathering(config)
     for name, lowest in OFFLOAD_STAGES.items():
         section = getattr(zero, name)
-        if section is not None and section.device != "none" and zero.stage >= lowest:
+        if _is_offloaded(section) and zero.stage >= lowest:
             options[name] = _offload(section)
     return options
+
+
+def _is_offloaded(section: Any) -> bool:
+    return section is not None and section.device != "none"
 
 
 def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
@@ -46,8 +58,6 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
     if not fp16.enabled:
         return {"precision": "fp32"}
     options: dict[str, Any] = {"precision": "fp16"}
-    if fp16.fp16_master_weights_and_grads:
-        options |= {"master_weights": False, "gradient_dtype": torch.float16}
     if fp16.loss_scale:
         return {**options, "loss_scale": fp16.loss_scale}
     return options | {
@@ -105,9 +115,13 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
     name = config.optimizer_name
     if name is None:
         raise DeepSpeedConfigError("optimizer.type is missing: name one, or pass an optimizer to initialize(optimizer=...).")
-    given = {key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")}
+    given = {
+        key: value for key, value in (config.optimizer_params or {}).items() if not (isinstance(value, str) and value == "auto")
+    }
     if "max_grad_norm" in given:
-        raise ValueError("optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level.")
+        raise ValueError(
+            "optimizer.params.max_grad_norm is not an option of the optimizer: set gradient_clipping at the top level."
+        )
     low = name.lower()
     if low in _REFUSED:
         raise DeepSpeedConfigError(f"optimizer.type {name!r} is not supported: it {_REFUSED[low]}. Instead {_OWN}.")
@@ -135,7 +149,9 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     }  # fmt: skip
     found = classes.get(name) or {attribute.lower(): value for attribute, value in classes.items()}.get(name.lower())
     if found is None:
-        raise DeepSpeedConfigError(f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}")
+        raise DeepSpeedConfigError(
+            f"optimizer.type {name!r} is neither one of DeepSpeed's nor of torch.optim.{did_you_mean(name, classes)}"
+        )
     return found
 
 
