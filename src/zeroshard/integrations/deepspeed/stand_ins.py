@@ -14,7 +14,6 @@ from torch import nn
 
 from ...errors import ZeroshardError
 
-
 MIN_SWAPPABLE_BYTES = 2**20  # of deepspeed.runtime.swap_tensor: its tests make tensors of at least that many
 
 
