@@ -16,7 +16,8 @@ CASES = {
     "OneCycle": [
         {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 40},
         {"cycle_min_lr": [1e-4, 1e-5], "cycle_max_lr": 1e-2, "cycle_first_step_size": 30, "cycle_second_step_size": 50,
-         "cycle_first_stair_count": 7, "cycle_second_stair_count": 3, "decay_lr_rate": 0.3, "decay_step_size": 11, "decay_mom_rate": 0.1},
+         "cycle_first_stair_count": 7, "cycle_second_stair_count": 3, "decay_lr_rate": 0.3, "decay_step_size": 11,
+         "decay_mom_rate": 0.1},
         {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 9, "cycle_momentum": False, "decay_step_size": 4},
     ],
     "WarmupLR": [{}, {"warmup_min_lr": 1e-5, "warmup_max_lr": [1e-2, 1e-3], "warmup_num_steps": 50, "warmup_type": "linear"}],
@@ -62,7 +63,8 @@ def test_as_deepspeed_does(name, params):
     theirs = getattr(pytest.importorskip("deepspeed.runtime.lr_schedules"), name)
     for steps, start in ((200, -1), (5, 60)):
         got, expected = (
-            trace(lambda o, cls=cls: cls(o, **params, last_batch_iteration=start), adam(), steps) for cls in (getattr(ours, name), theirs)
+            trace(lambda o, cls=cls: cls(o, **params, last_batch_iteration=start), adam(), steps)
+            for cls in (getattr(ours, name), theirs)
         )
         flat = [[torch.tensor([[r, *b] for r, b in row], dtype=torch.float64) for row in rows] for rows in (got, expected)]
         torch.testing.assert_close(torch.stack(flat[0]), torch.stack(flat[1]), rtol=1e-12, atol=1e-15)

@@ -50,7 +50,7 @@ class DeepSpeedAccelerator:
     use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def communication_backend_name(self) -> str:
-        """"nccl" or "gloo"."""
+        """ "nccl" or "gloo"."""
         return self._communication_backend_name
 
     def random(self) -> Any:
@@ -316,7 +316,8 @@ def get_accelerator() -> DeepSpeedAccelerator:
     if _chosen is None:
         name = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
         if name not in SUPPORTED_ACCELERATOR_LIST:
-            raise ConfigError(f"DS_ACCELERATOR: expected one of {SUPPORTED_ACCELERATOR_LIST}, got {name!r}. Unset it: zeroshard finds the device.")
+            known = SUPPORTED_ACCELERATOR_LIST
+            raise ConfigError(f"DS_ACCELERATOR: expected one of {known}, got {name!r}. Unset it: zeroshard finds the device.")
         _chosen = CUDA_Accelerator() if name == "cuda" else CPU_Accelerator()
     return _chosen
 

@@ -109,7 +109,7 @@ def _in_threads() -> bool:
 
 def _rank_and_size() -> tuple[int, int]:
     if not is_initialized():
-        raise ZeroshardError("deepspeed.comm: no process group has started. Call deepspeed.init_distributed(), or deepspeed.initialize().")
+        raise ZeroshardError("deepspeed.comm: no process group has started. Call deepspeed.init_distributed() first.")
     return backend_select.rank_and_size()
 
 
@@ -240,18 +240,18 @@ def _nbytes(value: Any) -> int:
     return max(map(_nbytes, held), default=0)
 
 
+def _row(nbytes: int, seconds: list[float]) -> dict[str, Any]:
+    total_ms = sum(seconds) * 1e3
+    count = len(seconds)
+    return {"count": count, "total_latency_ms": total_ms, "avg_latency_ms": total_ms / count, "msg_size_bytes": nbytes}
+
+
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Print, on rank 0, what was counted of each operation and size (collective); return_dict: return it, on all ranks.
 
     show_straggler: also the time that this rank waited for others, by operation: its seconds less the fastest rank's.
     """
-    summary = {
-        name: {
-            nbytes: {"count": len(s), "total_latency_ms": sum(s) * 1e3, "avg_latency_ms": sum(s) / len(s) * 1e3, "msg_size_bytes": nbytes}
-            for nbytes, s in sizes.items()
-        }
-        for name, sizes in comms_logger.records.items()
-    }
+    summary = {name: {nbytes: _row(nbytes, s) for nbytes, s in sizes.items()} for name, sizes in comms_logger.records.items()}
     waited = None
     if show_straggler:
         mine = {name: sum(map(sum, sizes.values())) for name, sizes in comms_logger.records.items()}
@@ -307,12 +307,16 @@ def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, 
 
 
 @_op
-def reduce_scatter(output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
     return torch_dist.reduce_scatter(output, input_list, op, group, async_op)
 
 
 @_op
-def reduce_scatter_tensor(output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+def reduce_scatter_tensor(
+    output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> Any:
     return torch_dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
@@ -362,7 +366,9 @@ def all_to_all_single(
 
 
 @_op
-def all_to_all(output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False) -> Any:
+def all_to_all(
+    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
+) -> Any:
     return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
 
 
@@ -377,12 +383,16 @@ def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0
 
 
 @_op
-def gather(tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False) -> Any:
+def gather(
+    tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
+) -> Any:
     return torch_dist.gather(tensor, gather_list, dst, group, async_op)
 
 
 @_op
-def scatter(tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False) -> Any:
+def scatter(
+    tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
+) -> Any:
     return torch_dist.scatter(tensor, scatter_list, src, group, async_op)
 
 

@@ -26,7 +26,15 @@ class _Adam(torch.optim.Adam):
     """torch's Adam, decoupled or not."""
 
     def __init__(
-        self, params: Any, lr: Any, bias_correction: bool, betas: Any, eps: float, weight_decay: float, amsgrad: bool, decoupled: bool
+        self,
+        params: Any,
+        lr: Any,
+        bias_correction: bool,
+        betas: Any,
+        eps: float,
+        weight_decay: float,
+        amsgrad: bool,
+        decoupled: bool,
     ) -> None:
         self._bias_correction = bias_correction
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}

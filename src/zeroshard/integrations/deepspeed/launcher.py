@@ -30,7 +30,7 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 _REFUSED = {
-    "autotuning": "`zeroshard plan` tells what fits and how fast it would be, without runs",
+    "autotuning": "zs.forecast(model, ...) tells what fits without running it",
     "elastic_training": "start torchrun itself with --nnodes=MIN:MAX",
     "min_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
     "max_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     add("--bind_core_list", default=None, help="those to give: 0-3,8")
     add("--enable_each_rank_log", default="None", help="a folder: each rank's output goes to a file in it")
-    add("--save_pid", action="store_true", help="write this process's number to a file <number>.deepspeed in the temporary folder")
+    add("--save_pid", action="store_true", help="write this process's number N to N.deepspeed in the temporary folder")
     add("-q", "--quiet", action="store_true", help="do not print the command that is started")
     add("--log_level", default="info", help="other than info: as --quiet")
     for name, kind in (("launcher", str), ("launcher_args", str), ("ssh_port", int), ("venv_script", str)):
@@ -63,7 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("no_ssh_check", "force_multi"):
         add(f"--{name}", action="store_true", help="of starting other hosts, which is not done from here")
     for name, remedy in _REFUSED.items():
-        add(f"--{name}", nargs="?", const=True, default=None, help=f"refused: {remedy}")
+        kind = {"action": "store_const", "const": True} if name == "elastic_training" else {}
+        add(f"--{name}", help=f"refused: {remedy}", **kind)
     add("user_script", help="script, or module or program")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -115,7 +116,7 @@ def fetch_hostfile(path: str) -> dict[str, int] | None:
             raise ConfigError(f"hostfile {path}: {why}, got {line!r}.")
         hosts[match[1]] = int(match[2])
     if not hosts:
-        raise ConfigError(f"hostfile {path}: it names no host. Give lines of `host slots=N`, or no hostfile for this machine alone.")
+        raise ConfigError(f"hostfile {path}: it names no host. Give lines of `host slots=N`, or no hostfile at all.")
     return hosts
 
 
@@ -127,7 +128,9 @@ def _hosts(args: argparse.Namespace) -> dict[str, list[int]]:
         raise ConfigError("--include and --exclude exclude each other: name what is used, or what is not.")
     listed = fetch_hostfile(args.hostfile)
     if listed is None and args.num_nodes > 1:
-        raise ConfigError(f"--num_nodes {args.num_nodes}: there is no hostfile {args.hostfile!r} that names other hosts. Write one, or use torchrun.")
+        raise ConfigError(
+            f"--num_nodes {args.num_nodes}: expected a hostfile that names the hosts, {args.hostfile!r} is not there."
+        )
     pool = {host: list(range(count)) for host, count in (listed or {"localhost": _devices_here(args)}).items()}
     if args.include or args.exclude:
         pool = _filtered(pool, args.include or args.exclude, keep=bool(args.include))

@@ -41,12 +41,16 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     model._z3_leaf = flag
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[nn.Module]:
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Mark the modules of these classes, and return them, inner ones first. Raises ValueError where there is none."""
     return _mark(model, leaf_module_classes, True, raise_if_not_found)
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True) -> list[nn.Module]:
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
     """Take the mark of the modules of these classes, and return them. Raises ValueError where there is none."""
     return _mark(model, leaf_module_classes, False, raise_if_not_found)
 
@@ -58,7 +62,8 @@ def _mark(model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_
     found: list[nn.Module] = []
     model.apply(lambda module: found.append(module) if any(_is(module, given) for given in classes) else None)
     if not found and raise_if_not_found:
-        raise ValueError(f"leaf_module_classes: no module of {list(classes)} in the model {type(model).__name__}: {_classes_of(model)}")
+        has = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
+        raise ValueError(f"leaf_module_classes: no module of {list(classes)} in the model {type(model).__name__}: it has {has}")
     for module in found:
         module._z3_leaf = flag
     return found
@@ -69,10 +74,6 @@ def _is(module: nn.Module, given: type | str) -> bool:
     if isinstance(given, type):
         return isinstance(module, given)
     return given in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
-
-
-def _classes_of(model: nn.Module) -> str:
-    return "it has " + ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
 
 
 def set_z3_leaf_modules_by_name(
@@ -105,7 +106,7 @@ def _marked(
     for module in found:
         module._z3_leaf = flag
     if missing and raise_if_not_found:
-        raise ValueError(f"leaf modules: no module of the {kind} {missing} in the model {type(model).__name__} (see its named_modules())")
+        raise ValueError(f"leaf modules: no module of the {kind} {missing} in {type(model).__name__}; see its named_modules()")
     return found, missing
 
 

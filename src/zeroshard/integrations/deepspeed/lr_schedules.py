@@ -228,7 +228,9 @@ class OneCycle(_Schedule):
         """Where the cycle stands between its lower end, 0, and its upper end, 1."""
         done = (self.last_batch_iteration + 1) % self.total_size
         rising = done <= self.first_step_size
-        steps, stairs = (self.first_step_size, self.first_stair_count) if rising else (self.second_step_size, self.second_stair_count)
+        steps, stairs = (
+            (self.first_step_size, self.first_stair_count) if rising else (self.second_step_size, self.second_stair_count)
+        )
         climbed = done if rising else self.total_size - done
         # stairs from the integers: a quotient one rounding below 1 would lose the highest
         return math.floor(climbed * stairs / steps) / stairs if stairs > 0 else climbed / steps

@@ -40,13 +40,13 @@ def _folder(section: Any, kind: str) -> Path:
     return Path(given) / _of(section, "job_name", "DeepSpeedJobName")
 
 
-def _need(package: str, key: str, install: str) -> None:
+def _need(package: str) -> None:
     try:
         found = importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a parent of it
         found = False
     if not found:
-        raise ConfigError(f"{key}.enabled: the package {install!r} is not installed. Install it (pip install {install}), or use csv_monitor.")
+        raise ConfigError(f"{package}.enabled: the package {package!r} is not installed. Install it, or use csv_monitor.")
 
 
 class Monitor:
@@ -94,7 +94,7 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: Any) -> None:
         super().__init__(tensorboard_config)
-        _need("tensorboard", "tensorboard", "tensorboard")
+        _need("tensorboard")
         if self.writes:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -113,7 +113,7 @@ class WandbMonitor(Monitor):
 
     def __init__(self, wandb_config: Any) -> None:
         super().__init__(wandb_config)
-        _need("wandb", "wandb", "wandb")
+        _need("wandb")
         if self.writes:
             import wandb
 

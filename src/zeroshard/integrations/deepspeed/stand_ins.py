@@ -14,6 +14,8 @@ from torch import nn
 
 from ...errors import ZeroshardError
 
+MIN_SWAPPABLE_BYTES = 2**20  # of deepspeed.runtime.swap_tensor: its tests make tensors of at least that many
+
 
 class NotSupported(ZeroshardError, NotImplementedError):
     """A part of DeepSpeed that zeroshard does not have; the message says what to use instead."""
@@ -23,7 +25,8 @@ def _stand_in(name: str, remedy: str, base: type = object) -> Any:
     """A class of that name; deriving from it is fine, building it or a derived one raises."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise NotSupported(f"zeroshard.deepspeed has no {name}{'' if cls.__name__ == name else f' (for {cls.__name__})'}: {remedy}")
+        derived = "" if cls.__name__ == name else f" (for {cls.__name__})"
+        raise NotSupported(f"zeroshard.deepspeed has no {name}{derived}: {remedy}")
 
     return type(name, (base,), {"__new__": refuse, "__module__": __name__, "__doc__": f"Not in zeroshard: {remedy}"})
 
@@ -79,11 +82,13 @@ class ZeRORuntimeException(Exception):
 _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline stages: ranks then hold 1/N of every layer."
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
-_INFER = "for inference call deepspeed.initialize without an optimizer (stage 3), or export the model and use an inference engine."
+_INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
 _COMPRESS = "use AdamW, DeepSpeedCPUAdam or DeepSpeedCPULion: gradients are reduced in full."
 
 PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
 PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
+DualPipeVModule = _stand_in("DualPipeVModule", _PIPE, PipelineModule)
+DualPipeVEngine = _stand_in("DualPipeVEngine", _PIPE, PipelineEngine)
 LayerSpec = _stand_in("LayerSpec", _PIPE)
 TiedLayerSpec = _stand_in("TiedLayerSpec", _PIPE, LayerSpec)
 ProcessTopology = _stand_in("ProcessTopology", _PIPE)
@@ -111,7 +116,7 @@ set_autotp_mode = _refused("set_autotp_mode", "shard with stage 3 instead of ten
 
 # -- optimizers ---------------------------------------------------------------------------------------------------
 
-_LAMB = "use AdamW, FusedAdam or FusedLion, or torch.optim.AdamW with a warm-up for large batches. LAMB needs norms of whole parameters."
+_LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
 OnebitAdam = _stand_in("OnebitAdam", _COMPRESS, torch.optim.Optimizer)
 OnebitLamb = _stand_in("OnebitLamb", _COMPRESS, torch.optim.Optimizer)
@@ -140,11 +145,13 @@ def split_params_into_shared_and_expert_params(params: list[nn.Parameter]) -> tu
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
 
 
-def split_params_into_different_moe_groups_for_optimizer(param_groups: Any, max_group_size: float = 178956971) -> list[dict[str, Any]]:
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Any, max_group_size: float = 178956971
+) -> list[dict[str, Any]]:
     """The groups as a list. Raises NotSupported where a parameter is marked as an expert's."""
     if not isinstance(param_groups, (dict, list, tuple)):
         raise ValueError(f"param_groups: expected a dict, or a list or tuple of them, got {type(param_groups).__name__}")
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     if any(is_moe_param(param) for group in groups for param in group["params"]):
-        raise NotSupported(f"param_groups: a parameter is marked as an expert's (allreduce=False), which is not supported: {_MOE}")
+        raise NotSupported(f"param_groups: a parameter is marked as an expert's (allreduce=False): {_MOE}")
     return groups

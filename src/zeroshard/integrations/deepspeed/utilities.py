@@ -27,7 +27,7 @@ from .stand_ins import NotSupported
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
     """Nothing to do for ep_size=1. Raises NotSupported for expert or model parallelism."""
     if ep_size != 1 or mpu is not None:
-        raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): only data parallelism; leave both out and use stage 3.")
+        raise NotSupported(f"groups.initialize(ep_size={ep_size}, mpu={mpu}): there is data parallelism only; leave both out.")
 
 
 def get_data_parallel_group() -> Any:
@@ -168,8 +168,9 @@ def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> No
     """Print the device's memory, on print_rank (-1: all)."""
     rank = dist.get_rank()
     if print_rank in (-1, rank):
-        device, gib = get_accelerator(), 2**30
-        print(f"RANK={rank} MEMSTATS {msg} alloc={device.memory_allocated() / gib:.4f}GB max={device.max_memory_allocated() / gib:.4f}GB")
+        device = get_accelerator()
+        now, peak = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
+        print(f"RANK={rank} MEMSTATS {msg} alloc={now:.4f}GB max={peak:.4f}GB")
         if reset_max:
             device.reset_peak_memory_stats()
 

@@ -1,0 +1,100 @@
+"""DeepSpeed's optimizer classes: torch's bits, DeepSpeed's arguments, and the kernels of the host."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.integrations.deepspeed import cpu_optimizers as ours
+from zeroshard.integrations.deepspeed.stand_ins import FusedLamb, NotSupported
+from zeroshard.optim.cpu_kernels import matches
+from zeroshard.testing import run_threads
+
+ADAM = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+PAIRS = [
+    (ours.DeepSpeedCPUAdam, ADAM, torch.optim.AdamW, {}),
+    (ours.DeepSpeedCPUAdam, ADAM | {"adamw_mode": False}, torch.optim.Adam, {}),
+    (ours.FusedAdam, ADAM, torch.optim.AdamW, {}),
+    (ours.FusedAdam, ADAM | {"adam_w_mode": False, "set_grad_none": False}, torch.optim.Adam, {}),
+    (ours.DeepSpeedCPUAdagrad, {"lr": 1e-2, "weight_decay": 0.1}, torch.optim.Adagrad, {}),
+    (ours.DeepSpeedCPULion, {"lr": 1e-3, "weight_decay": 0.1}, zs.Lion, {"betas": (0.9, 0.999)}),
+    (ours.FusedLion, {"lr": 1e-3, "betas": (0.9, 0.98)}, zs.Lion, {}),
+]
+EACH = pytest.mark.parametrize(("cls", "options", "reference", "more"), PAIRS, ids=lambda value: getattr(value, "__name__", ""))
+_OURS_ALONE = {"adamw_mode", "adam_w_mode", "set_grad_none"}
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def train(net, optimizer, steps=4, sharded=False):
+    for step in range(steps):
+        net(torch.randn(6, 9, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zs.full_state_dict(net) if sharded else net.state_dict()
+
+
+def expected(reference, options, more, **fused):
+    net = model()
+    kept = {name: value for name, value in options.items() if name not in _OURS_ALONE}
+    return train(net, reference(net.parameters(), **kept, **more, **({} if reference is zs.Lion else {"fused": True})))
+
+
+@EACH
+def test_the_bits_of_torchs_own_class(cls, options, reference, more):
+    net = model()
+    got = train(net, cls(net.parameters(), **options))
+    torch.testing.assert_close(got, expected(reference, options, more), rtol=0, atol=0)
+
+
+@EACH
+@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": "cpu"}], ids=["device", "host"])
+def test_sharded_they_step_with_the_fused_kernel(cls, options, reference, more, offload):
+    def work(rank):
+        net = model()
+        optimizer = cls(net.parameters(), **options)
+        assert matches(optimizer) and type(optimizer) is cls
+        net, optimizer = zs.shard(net, optimizer, stage=2, **offload)
+        assert optimizer.core.host is None or optimizer.core.host.fused
+        assert isinstance(optimizer, cls)
+        return train(net, optimizer, sharded=True)
+
+    for got in run_threads(2, work):
+        torch.testing.assert_close(got, expected(reference, options, more), rtol=1e-6, atol=1e-7)
+
+
+def test_arguments_and_attributes_are_deepspeeds():
+    params = list(model().parameters())
+    cpu = ours.DeepSpeedCPUAdam(params, fp32_optimizer_states=False)
+    assert cpu.adam_w_mode is True and cpu.fp32_optimizer_states is False and cpu.param_groups[0]["bias_correction"] is True
+    fused = ours.FusedAdam(params, 1e-3, True, (0.9, 0.999), 1e-8, False, 0.5)
+    assert (
+        fused.adam_w_mode == 0
+        and fused.param_groups[0]["weight_decay"] == 0.5
+        and not fused.param_groups[0]["decoupled_weight_decay"]
+    )
+    params[0].grad = torch.ones_like(params[0])
+    ours.FusedLion(params, set_grad_none=False).zero_grad()
+    assert params[0].grad.abs().max() == 0
+    ours.FusedAdam(params).zero_grad()
+    assert params[0].grad is None
+
+
+@pytest.mark.parametrize("cls", [ours.DeepSpeedCPUAdam, ours.FusedAdam, ours.DeepSpeedCPUAdagrad], ids=lambda cls: cls.__name__)
+def test_variants_that_no_kernel_has_are_refused(cls):
+    params = list(model().parameters())
+    with pytest.raises(zs.ConfigError, match="amsgrad"):
+        cls(params, amsgrad=True)
+    if cls is not ours.DeepSpeedCPUAdagrad:
+        with pytest.raises(zs.ConfigError, match="bias_correction"):
+            cls(params, bias_correction=False)
+        with pytest.raises(zs.ConfigError, match="amsgrad"):
+            cls([{"params": params, "amsgrad": True}])
+
+
+def test_lamb_says_what_to_use_instead():
+    with pytest.raises(NotSupported, match="FusedAdam"):
+        FusedLamb(model().parameters(), lr=1e-3)
