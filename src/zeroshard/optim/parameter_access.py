@@ -23,6 +23,7 @@ from torch import Tensor
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError, ZeroshardError
 from ..io.aligned import bytes_of
+from ..tensor.attributes import whole_now
 from ..tensor.sharded_tensor import ShardedTensor
 from ..zero.gathered_parameters import home_of, is_gathered
 from ..zero.shard_model import write_value
@@ -54,7 +55,7 @@ class ParameterPart(ABC):
     def __init__(self, param: Tensor) -> None:
         home = home_of(param)
         if is_gathered(param):
-            raise ZeroshardError(f"{param._gathered.home.name} is whole inside zs.gathered: ask for its {self.what} outside of it.")  # type: ignore[attr-defined]
+            raise ZeroshardError(f"{whole_now[id(param)].home.name} is whole inside zs.gathered: ask for its {self.what} outside of it.")
         if not isinstance(home, ParamHome):
             raise ZeroshardError(f"{self.what}: expected a parameter of a model that was given to zs.shard(), got {type(param).__name__}.")
         self.param, self.home, self.group, self.index = param, home, home.group, home.index

@@ -217,22 +217,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_post_accumulate_grad_hook(hook)
 
 
-class WholeParameter(nn.Parameter):
-    """What a parameter is inside `zs.gathered`: an ordinary one, and its copies are nothing else."""
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter: the copy belongs to no sharded model."""
-        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo.setdefault(id(self), copy)
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        """As an ordinary parameter, which it is when it comes back."""
-        copy = self.__deepcopy__({})
-        copy.__dict__.update(attributes_of(self))
-        return copy.__reduce_ex__(protocol)
-
-
-class ReplicatedParameter(WholeParameter):
+class ReplicatedParameter(nn.Parameter):
     """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
 
     _home: Home
@@ -260,6 +245,17 @@ class ReplicatedParameter(WholeParameter):
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._home.set_gradient(value)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """An ordinary parameter: the copy belongs to no sharded model."""
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """As an ordinary parameter, which it is when it comes back."""
+        copy = self.__deepcopy__({})
+        copy.__dict__.update(attributes_of(self))
+        return copy.__reduce_ex__(protocol)
 
 
 class ReleasedParameter(nn.Parameter):

@@ -1,7 +1,7 @@
 """`zs.gathered`: for a while parameters are ordinary and whole.
 
     at rest     the user's object, and what the modules show, is the sharded parameter
-    gathered    the same object is an ordinary (Whole)Parameter over a copy (the sharded one waits in another object)
+    gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
 
 On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Values are taken over
 only where that was announced: equal on every rank (write=True), or those of one rank, for all (modifier_rank). Anything
@@ -22,8 +22,7 @@ from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
-from ..tensor.attributes import attributes_of
-from ..tensor.sharded_tensor import WholeParameter
+from ..tensor.attributes import attributes_of, whole_now
 from .init_context import BirthHome
 from .shard_model import exchange, write_value
 from .unit import ParamHome, Unit
@@ -74,7 +73,7 @@ def parameters_in(what: Any) -> list[Tensor]:
 
 def is_gathered(param: Tensor) -> bool:
     """Whether a parameter is whole because of `zs.gathered`."""
-    return "_gathered" in param.__dict__
+    return id(param) in whole_now
 
 
 def home_of(param: Tensor) -> ParamHome | BirthHome | None:
@@ -94,7 +93,7 @@ class Gathering:
         self._opened: list[tuple[Unit, bool, int]] = []  # was it pinned before; bytes of its copies
         self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # of each group of ranks: what all ranks told
         params = list({id(param): param for param in params}.values())
-        again = [param._gathered.home.name for param in params if is_gathered(param)]  # type: ignore[attr-defined]
+        again = [whole_now[id(param)].home.name for param in params if is_gathered(param)]
         if again and self._writes:
             raise ZeroshardError(f"zs.gathered inside zs.gathered: {again[0]} is gathered already. Announce the write there.")
         self.found = sorted((param for param in params if home_of(param)), key=_order)  # type: ignore[misc,arg-type]
@@ -205,7 +204,7 @@ class _Whole:
 
     def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
         self.param, self.home, self.gathering = param, home_of(param), gathering
-        self.copy = WholeParameter(value, requires_grad=param.requires_grad)
+        self.copy = nn.Parameter(value, requires_grad=param.requires_grad)
         self.copy.__dict__.update(attributes_of(param))
         self.problems: list[str] = []
         self._open = [True]
@@ -215,14 +214,14 @@ class _Whole:
         tells = gathering.modifier_rank == self.home.comm.rank  # type: ignore[union-attr]
         self._sum = zlib.crc32(_raw(self.copy)) if tells else None
         exchange(param, self.copy)
-        param._gathered = self  # type: ignore[attr-defined]
+        whole_now[id(param)] = self
 
     def close(self) -> None:
         """Exchange the objects back, and see what was done."""
         if not self._open:
             return
         self._open.clear()
-        del self.param.__dict__["_gathered"]
+        del whole_now[id(self.param)]
         exchange(self.param, self.copy)
         copy, home = self.copy, self.home
         local = self.param._held if isinstance(home, BirthHome) else home.group.local(home.index)  # type: ignore[union-attr,attr-defined]
