@@ -207,6 +207,23 @@ def test_what_is_wrong_is_said_before_anything_changes():
     run_threads(2, run)
 
 
+def test_a_copy_of_what_is_born_is_another():
+    """As PEFT copies the modules that it is to save."""
+    def run(rank):
+        with zs.init(stage=3), one_at_a_time:
+            model = seeded(Stack)
+        model.blocks[1].up.bias.requires_grad_(False)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            model.first.weight.fill_(2)
+        other, _ = zs.shard(other, None, stage=3)
+        assert not other.blocks[1].up.bias.requires_grad
+        for name, value in zs.full_state_dict(other).items():
+            same(value, BASE.state_dict()[name], name, 0.0)
+
+    run_threads(2, run)
+
+
 @pytest.mark.parametrize("rank_that_writes", [0, 2])
 def test_between_birth_and_shard(rank_that_writes):
     """As Transformers initialises and loads weights; also in another order on each rank, replaced, and of another size."""

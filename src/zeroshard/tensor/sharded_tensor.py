@@ -116,7 +116,9 @@ class ShardedTensor(HasNoMemory, torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """Of a gradient, or of what was computed: this rank's slice, copied."""
+        """Of a gradient, of what was computed, or of a parameter before zs.shard: this rank's slice, copied."""
+        if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # born, and of no sharded model yet
+            return memo.setdefault(id(self), self._home.copy_of(self))
         if isinstance(self, ShardedParameter) or self._of_parameter:
             raise ShardedAccessError(
                 f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "

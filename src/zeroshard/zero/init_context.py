@@ -56,6 +56,11 @@ class BirthHome:
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 
+    def copy_of(self, param: ShardedParameter) -> ShardedParameter:
+        """Another parameter of the same value, cut alike."""
+        home = BirthHome(self.comm, self.name, param.numel())
+        return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
+
     def gradient(self) -> Tensor | None:
         return None
 
