@@ -33,7 +33,6 @@ from .shard_model import swap
 from .shared_storage import Origin
 from .unit import gather_flat
 
-
 _UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one
 _numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
 
@@ -81,7 +80,9 @@ class BirthHome:
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
-def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
+def _born(
+    comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None
+) -> nn.Parameter | None:
     """The parameter cut: the same object where torch allows that. None for what is not to be cut."""
     if param is None or param.is_meta or isinstance(param, _UNCUT) or id(param) in whole_now:
         return None
@@ -99,7 +100,8 @@ def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
     """Cut the parameters of a module that there is, as if it had been made under `init`: rank 0's values (collective)."""
-    agree_on_values(comm, [(n, p) for n, p in module.named_parameters() if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)])
+    params = [(n, p) for n, p in module.named_parameters() if id(p) not in whole_now]
+    agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
     cut: dict[int, nn.Parameter] = {}
     for each in module.modules():
         for name, param in list(each._parameters.items()):

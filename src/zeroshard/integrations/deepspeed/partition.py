@@ -3,9 +3,10 @@
     with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
     with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
 
-Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so `hasattr(p, "ds_id")`
-tells ZeRO-3. They are properties of the class of such parameters, registered when this module is imported. What is whole for a while
-is an ordinary parameter, to which `GatheredParameters`, and for what modules show inside a forward `attach`, give them.
+Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so
+`hasattr(p, "ds_id")` tells ZeRO-3. They are properties of the class of such parameters, registered when this module is
+imported. What is whole for a while is an ordinary parameter, which gets them from `GatheredParameters`; what modules
+show inside a forward gets them from `attach`.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
     """A constructor of tensors that makes floating-point ones in a dtype, and all on a device where the caller names none."""
+
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
             kwargs["device"] = target_device
@@ -124,7 +126,9 @@ class Init:
         }  # fmt: skip
         for name, value in asked.items():
             if value is not None:
-                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, in their own dtype.")
+                _note(
+                    f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
+                )
         self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
         self.local_device = _accelerator()
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
@@ -269,10 +273,13 @@ class GatheredParameters:
     """`with GatheredParameters(params, modifier_rank=0):` parameters are whole inside; what one rank writes reaches all.
 
     params: a parameter or an iterable of them; what is not partitioned is left alone, and anything else ignored. Without
-    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see register_external_parameter.
+    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see
+    register_external_parameter.
     """
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
         several = isinstance(params, Iterable) and not isinstance(params, Tensor)
         given = (list(params) if several else [params]) if enabled else []
         self.params = list({id(param): param for param in given if is_zero_param(param)}.values())
@@ -295,15 +302,15 @@ class GatheredParameters:
         problems = gathering.agree()
         if dropped := problems.pop("written", []):
             _note(
-                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name the rank "
-                "that writes: GatheredParameters(params, modifier_rank=0)."
+                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name "
+                "the rank that writes: GatheredParameters(params, modifier_rank=0)."
             )
         refuse(problems)
         gathering.keep()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Note that a module's forward uses a parameter of another: it may do so anyway. Raises RuntimeError for what is no parameter."""
+    """Note that a module's forward uses a parameter of another, which it may do anyway. RuntimeError for what is no parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     if not hasattr(module, "_external_params"):
@@ -320,7 +327,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"unregister_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     known, number = getattr(module, "_external_params", {}), getattr(parameter, "ds_id", None)
-    keys = [key for key, other in known.items() if other is parameter or (number is not None and getattr(other, "ds_id", None) == number)]
+    keys = [
+        key
+        for key, other in known.items()
+        if other is parameter or (number is not None and getattr(other, "ds_id", None) == number)
+    ]
     if not keys:
         raise RuntimeError(f"this parameter is not a registered external parameter of {type(module).__name__}.")
     del known[keys[0]]  # inside of a forward a module shows another object for it
@@ -391,7 +402,9 @@ def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = F
     return MultipleAllGatherHandles([])
 
 
-def _partition(param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True) -> None:
+def _partition(
+    param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+) -> None:
     """The inverse. has_been_updated: keep what was written, the same on every rank (collective); else it is dropped."""
     for each in [param] if param_list is None else param_list:
         if not is_gathered(each):
@@ -407,9 +420,10 @@ def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
     """What there is to say of it; nothing is gathered."""
     grad, local = None if is_gathered(param) else param.grad, getattr(param, "ds_tensor", None)
     return {
-        "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel, "shape": tuple(param.shape),
-        "ds_shape": tuple(param.ds_shape), "requires_grad": param.requires_grad, "grad_shape": None if grad is None else tuple(grad.shape),
-        "persist": param.ds_persist, "active_sub_modules": param.ds_active_sub_modules, "ds_tensor.shape": None if local is None else local.shape,
+        "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape), "ds_shape": tuple(param.ds_shape), "requires_grad": param.requires_grad,
+        "grad_shape": None if grad is None else tuple(grad.shape), "persist": param.ds_persist,
+        "active_sub_modules": param.ds_active_sub_modules, "ds_tensor.shape": None if local is None else local.shape,
     }  # fmt: skip
 
 
