@@ -215,6 +215,28 @@ def test_what_is_wrong_is_said_before_anything_changes():
     run_threads(2, run)
 
 
+@every_stage
+def test_frozen_parameters(options):
+    """They are gathered and written as others; at rest they can be copied and, where they are whole, pickled."""
+    def run(rank):
+        model = copy.deepcopy(BASE)
+        frozen = model.blocks[0].up.bias.requires_grad_(False)
+        model, optimizer = zs.shard(model, adamw(p for p in model.parameters() if p.requires_grad), **options)
+        with zs.gathered(frozen, modifier_rank=1):
+            if rank == 1:
+                frozen.fill_(3)
+        if options["stage"] < 3:
+            assert torch.equal(copy.deepcopy(frozen), frozen)
+            file = io.BytesIO()
+            torch.save(frozen, file)
+            assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=False), frozen)
+        state = trained(model, optimizer)[0]
+        assert not zs.close(model).blocks[0].up.bias.requires_grad and not hasattr(model.blocks[0].up.bias, "_home")
+        return state["blocks.0.up.bias"].unique().tolist()
+
+    assert run_threads(2, run) == [[3.0]] * 2
+
+
 def test_a_copy_of_what_is_born_is_another():
     """As PEFT copies the modules that it is to save."""
 
