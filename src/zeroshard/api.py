@@ -256,7 +256,7 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
         set_data(param, value)
         if type(param) is ReplicatedParameter:
             param.__class__ = nn.Parameter
-            del param._home
+        param.__dict__.pop("_home", None)
         return
     compute = group.compute[index]
     compute.data = value

@@ -40,7 +40,11 @@ def test_what_there_is_comes_back_in_fp32_and_what_there_is_not_as_none(mode):
         assert all(ds.safe_get_full_optimizer_state(p, key) is None for p in model.parameters() for key in STATES)
         optimizer.step()
         for param in model.parameters():
-            found = [ds.safe_get_full_fp32_param(param), ds.safe_get_full_grad(param), *(ds.safe_get_full_optimizer_state(param, k) for k in STATES)]
+            found = [
+                ds.safe_get_full_fp32_param(param),
+                ds.safe_get_full_grad(param),
+                *(ds.safe_get_full_optimizer_state(param, k) for k in STATES),
+            ]
             if mode["stage"] == 3:
                 slices = [ds.safe_get_local_fp32_param(param), ds.safe_get_local_grad(param)]
                 slices += [ds.safe_get_local_optimizer_state(param, key) for key in STATES]
@@ -50,7 +54,10 @@ def test_what_there_is_comes_back_in_fp32_and_what_there_is_not_as_none(mode):
             assert all(value.dtype == torch.float32 and value.shape == param.shape for value in found)
             if mode["stage"] == 3:
                 assert all(value.dtype == torch.float32 and value.shape == param.to_local().shape for value in slices)
-        with pytest.raises(ValueError, match="'momentum' not found in the optimizer state of blocks.0.up.weight, which has exp_avg, exp_avg_sq, step"):
+        with pytest.raises(
+            ValueError,
+            match="'momentum' not found in the optimizer state of blocks.0.up.weight, which has exp_avg, exp_avg_sq, step",
+        ):
             ds.safe_get_full_optimizer_state(model.blocks[0].up.weight, "momentum")
         optimizer.zero_grad()
         assert all(ds.safe_get_full_grad(param) is None for param in model.parameters())

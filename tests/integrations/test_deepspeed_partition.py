@@ -89,7 +89,10 @@ def test_where_nothing_is_partitioned(told, tmp_path):
         Init(zero_quantized_weights=True, dtype=torch.float32, remote_device="cpu", pin_memory=True)
 
     run_threads(2, run)
-    assert [text.split(":")[1][:40] for text in told] == [" the configuration asks for stage 2, whi", " zero_quantized_weights has no effect"]
+    assert [text.split(":")[1][:40] for text in told] == [
+        " the configuration asks for stage 2, whi",
+        " zero_quantized_weights has no effect",
+    ]
 
 
 def test_nested_and_shut_for_a_while():
@@ -148,6 +151,7 @@ def test_ranks_with_other_seeds_get_what_rank_0_draws():
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_what_one_rank_writes(stage):
     """None: between Init and initialize. Below stage 3 there is nothing to gather, and nothing happens."""
+
     def run(rank):
         model = born(config=STAGE3) if stage is None else zs.shard(copy.deepcopy(BASE), None, stage=stage)[0]
         weight = model.first.weight
@@ -171,7 +175,10 @@ def test_a_write_without_a_rank_is_dropped_and_told_once(told):
         for _ in range(2):
             with GatheredParameters(p for p in model.parameters()), torch.no_grad():
                 model.first.weight.fill_(3)
-        with pytest.raises(zs.ShardedWriteError, match="replaced inside"), GatheredParameters(model.first.weight, modifier_rank=0):
+        with (
+            pytest.raises(zs.ShardedWriteError, match="replaced inside"),
+            GatheredParameters(model.first.weight, modifier_rank=0),
+        ):
             model.first.weight = nn.Parameter(torch.ones(7, 7))
         return zs.full_state_dict(model)["first.weight"]
 
@@ -222,9 +229,16 @@ def test_what_a_partitioned_parameter_shows():
         partition.attach(model)
         weight, seen = model.blocks[0].up.weight, []
         model.blocks[0].up.register_forward_hook(
-            lambda module, *_: seen.append((module.weight.ds_status, module.weight.ds_id, weight.ds_status, weight.ds_active_sub_modules))
+            lambda module, *_: seen.append(
+                (module.weight.ds_status, module.weight.ds_id, weight.ds_status, weight.ds_active_sub_modules)
+            )
         )
-        assert (weight.ds_shape, weight.ds_numel, weight.ds_persist, weight.ds_param_type) == (weight.shape, 98, False, ZeroParamType.PARTITIONED)
+        assert (weight.ds_shape, weight.ds_numel, weight.ds_persist, weight.ds_param_type) == (
+            weight.shape,
+            98,
+            False,
+            ZeroParamType.PARTITIONED,
+        )
         assert weight.ds_tensor.shape == (weight.partition_numel(),) == (weight.ds_tensor.ds_numel,)
         assert weight.ds_summary()["status"] == "NOT_AVAILABLE" and weight.ds_summary()["ds_shape"] == (14, 7)
         model(*ONES)
@@ -235,7 +249,10 @@ def test_what_a_partitioned_parameter_shows():
         ids = [p.ds_id for p in model.parameters()]
         weight.all_gather()
         weight.all_gather_coalesced([weight, model.first.weight]).wait()
-        assert weight.ds_status is model.first.weight.ds_status is ZeroParamStatus.AVAILABLE and weight.ds_summary()["grad_shape"] is None
+        assert (
+            weight.ds_status is model.first.weight.ds_status is ZeroParamStatus.AVAILABLE
+            and weight.ds_summary()["grad_shape"] is None
+        )
         assert weight.ds_tensor.numel() <= 98 and weight.data.shape == (14, 7)
         weight.data.fill_(2)
         model.first.weight.data.fill_(2)

@@ -40,7 +40,9 @@ def ready(mode, tmp_path, steps=1):
 
 def whole(part, comm):
     """What the slices of all ranks are together."""
-    return torch.cat([torch.frombuffer(bytearray(p), dtype=torch.float32) for p in comm.exchange(part.float().numpy().tobytes(), "test") if p])
+    return torch.cat(
+        [torch.frombuffer(bytearray(p), dtype=torch.float32) for p in comm.exchange(part.float().numpy().tobytes(), "test") if p]
+    )
 
 
 @every_mode
@@ -51,7 +53,11 @@ def test_what_is_read(mode, tmp_path):
         weight = model.blocks[0].up.weight
         assert zs.state_of(weight, "exp_avg").full() is None and zs.state_of(weight, "exp_avg").local() is None
         optimizer.step()
-        gradients, masters, states = zs.full_gradients(model), zs.full_state_dict(model, masters=True), zs.full_optimizer_state(model)
+        gradients, masters, states = (
+            zs.full_gradients(model),
+            zs.full_state_dict(model, masters=True),
+            zs.full_optimizer_state(model),
+        )
         for name, param in model.named_parameters():
             value, gradient, first = zs.value_of(param), zs.gradient_of(param), zs.state_of(param, "exp_avg")
             same(value.full(), masters[name], name, 0.0)
@@ -78,6 +84,7 @@ def new(param, factor):
 @pytest.mark.parametrize("local", [False, True])
 def test_what_is_written_is_what_the_step_uses(mode, local, tmp_path):
     """Value, gradient and states are set; then a step equals that of one process with these."""
+
     def put(part, value):
         part.set_local(value.reshape(-1)[part.home.start : part.home.stop]) if local else part.set_full(value)
 
@@ -94,7 +101,13 @@ def test_what_is_written_is_what_the_step_uses(mode, local, tmp_path):
         low = zs.full_state_dict(model)
         optimizer.step()
         assert not optimizer.last_step.skipped
-        return found, low, optimizer.last_step.grad_norm, zs.full_state_dict(model, masters=True), {n: p.requires_grad for n, p in model.named_parameters()}
+        return (
+            found,
+            low,
+            optimizer.last_step.grad_norm,
+            zs.full_state_dict(model, masters=True),
+            {n: p.requires_grad for n, p in model.named_parameters()},
+        )
 
     expected = copy.deepcopy(BASE)
     params = dict(expected.named_parameters())
@@ -124,7 +137,9 @@ def test_what_does_not_fit_raises_on_every_rank_and_changes_nothing(mode, tmp_pa
         weight, frozen = model.blocks[0].up.weight, model.blocks[0].up.bias
         before = zs.full_state_dict(model, masters=True), zs.full_gradients(model)
         for part in (zs.value_of(weight), zs.gradient_of(weight), zs.state_of(weight, "exp_avg")):
-            with pytest.raises(zs.ConfigError, match=r"blocks.0.up.weight, .*expected a tensor of shape \(14, 7\), got a .*\(on rank 1\)"):
+            with pytest.raises(
+                zs.ConfigError, match=r"blocks.0.up.weight, .*expected a tensor of shape \(14, 7\), got a .*\(on rank 1\)"
+            ):
                 part.set_full(torch.ones(14, 7 + rank))
             with pytest.raises(zs.ConfigError, match=r"\(on rank 0\)"):
                 part.set_local(torch.ones(part.home.stop - part.home.start + 1 - rank))
@@ -136,7 +151,12 @@ def test_what_does_not_fit_raises_on_every_rank_and_changes_nothing(mode, tmp_pa
         with pytest.raises(zs.ConfigError, match="frozen"):
             zs.gradient_of(frozen).set_full(torch.ones(14))
         after = zs.full_state_dict(model, masters=True), zs.full_gradients(model)
-        assert all(torch.equal(value, one[name]) for one, other in zip(before, after, strict=True) for name, value in other.items() if value is not None)
+        assert all(
+            torch.equal(value, one[name])
+            for one, other in zip(before, after, strict=True)
+            for name, value in other.items()
+            if value is not None
+        )
 
     run_threads(2, run)
 
@@ -144,7 +164,9 @@ def test_what_does_not_fit_raises_on_every_rank_and_changes_nothing(mode, tmp_pa
 def test_whose_parameters():
     def run(rank):
         model, _ = zs.shard(copy.deepcopy(BASE), None, stage=3)
-        assert zs.value_of(model.first.weight).full().shape == (7, 7) and zs.state_of(model.first.weight, "exp_avg").full() is None
+        assert (
+            zs.value_of(model.first.weight).full().shape == (7, 7) and zs.state_of(model.first.weight, "exp_avg").full() is None
+        )
         with pytest.raises(zs.ZeroshardError, match="given to zs.shard"):
             zs.value_of(BASE.first.weight)
         with zs.gathered(model), pytest.raises(zs.ZeroshardError, match="first.weight is whole inside zs.gathered"):

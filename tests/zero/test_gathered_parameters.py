@@ -1,4 +1,4 @@
-"""zs.gathered of parameters: the user's objects are whole inside, one rank may write, and nobody else's parameters are touched."""
+"""zs.gathered of parameters: the user's objects are whole inside, one rank may write, others are not touched."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def test_a_write_that_was_not_announced_names_the_parameter_and_is_undone(option
 @every_stage
 def test_nested(options):
     """Disjoint sets each for themselves; the same parameter again for reading only."""
+
     def run(rank):
         model, _ = sharded(**options)
         up = model.blocks[0].up
@@ -123,7 +124,10 @@ def test_nested(options):
             assert is_ordinary(up.weight) and hasattr(up.bias, "_home")
             with zs.gathered(up.bias, write=True):
                 up.bias.fill_(2)
-            with pytest.raises(zs.ZeroshardError, match="gathered already. Announce the write there"), zs.gathered(up.weight, write=True):
+            with (
+                pytest.raises(zs.ZeroshardError, match="gathered already. Announce the write there"),
+                zs.gathered(up.weight, write=True),
+            ):
                 pass
             up.weight.fill_(1)
         state = zs.full_state_dict(model)
@@ -135,6 +139,7 @@ def test_nested(options):
 @pytest.mark.parametrize("released", [True, False])
 def test_forwards_inside_and_around(released):
     """A part of a unit that is whole for reading is no obstacle; in a forward operations compute with what is gathered."""
+
     class Penalised(nn.Module):
         def __init__(self):
             super().__init__()
@@ -194,7 +199,10 @@ def test_only_the_units_of_what_is_named_are_gathered_and_one_at_a_time():
 def test_what_is_wrong_is_said_before_anything_changes():
     def run(rank):
         model, _ = sharded(stage=3)
-        with pytest.raises(zs.ConfigError, match="modifier_rank: expected None or a rank from 0 to 1, got 2"), zs.gathered(model, modifier_rank=2):
+        with (
+            pytest.raises(zs.ConfigError, match="modifier_rank: expected None or a rank from 0 to 1, got 2"),
+            zs.gathered(model, modifier_rank=2),
+        ):
             pass
         with pytest.raises(zs.ConfigError, match="got both"), zs.gathered(model, write=True, modifier_rank=0):
             pass
@@ -207,9 +215,50 @@ def test_what_is_wrong_is_said_before_anything_changes():
     run_threads(2, run)
 
 
+@every_stage
+def test_frozen_parameters(options):
+    """They are gathered and written as others; at rest they can be copied and, where they are whole, pickled."""
+    def run(rank):
+        model = copy.deepcopy(BASE)
+        frozen = model.blocks[0].up.bias.requires_grad_(False)
+        model, optimizer = zs.shard(model, adamw(p for p in model.parameters() if p.requires_grad), **options)
+        with zs.gathered(frozen, modifier_rank=1):
+            if rank == 1:
+                frozen.fill_(3)
+        if options["stage"] < 3:
+            assert torch.equal(copy.deepcopy(frozen), frozen)
+            file = io.BytesIO()
+            torch.save(frozen, file)
+            assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=False), frozen)
+        state = trained(model, optimizer)[0]
+        assert not zs.close(model).blocks[0].up.bias.requires_grad and not hasattr(model.blocks[0].up.bias, "_home")
+        return state["blocks.0.up.bias"].unique().tolist()
+
+    assert run_threads(2, run) == [[3.0]] * 2
+
+
+def test_a_copy_of_what_is_born_is_another():
+    """As PEFT copies the modules that it is to save."""
+
+    def run(rank):
+        with zs.init(stage=3), one_at_a_time:
+            model = seeded(Stack)
+        model.blocks[1].up.bias.requires_grad_(False)
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            model.first.weight.fill_(2)
+        other, _ = zs.shard(other, None, stage=3)
+        assert not other.blocks[1].up.bias.requires_grad
+        for name, value in zs.full_state_dict(other).items():
+            same(value, BASE.state_dict()[name], name, 0.0)
+
+    run_threads(2, run)
+
+
 @pytest.mark.parametrize("rank_that_writes", [0, 2])
 def test_between_birth_and_shard(rank_that_writes):
     """As Transformers initialises and loads weights; also in another order on each rank, replaced, and of another size."""
+
     def run(rank):
         with zs.init(stage=3), one_at_a_time:
             model = seeded(Stack)
@@ -219,7 +268,11 @@ def test_between_birth_and_shard(rank_that_writes):
             if rank == rank_that_writes:
                 torch.nn.init.ones_(weight)
                 bias.data.normal_(generator=torch.Generator().manual_seed(3))
-        with pytest.raises(zs.ShardedWriteError, match=r"written inside.*Linear.weight \(on rank 0\)"), zs.gathered(weight), torch.no_grad():
+        with (
+            pytest.raises(zs.ShardedWriteError, match=r"written inside.*Linear.weight \(on rank 0\)"),
+            zs.gathered(weight),
+            torch.no_grad(),
+        ):
             weight.fill_(4)
         with zs.gathered(model, write=True):
             model.first.weight.data = torch.full((9, 7), 2.0)

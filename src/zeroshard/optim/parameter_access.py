@@ -23,6 +23,7 @@ from torch import Tensor
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError, ZeroshardError
 from ..io.aligned import bytes_of
+from ..tensor.attributes import whole_now
 from ..tensor.sharded_tensor import ShardedTensor
 from ..zero.gathered_parameters import home_of, is_gathered
 from ..zero.shard_model import write_value
@@ -41,7 +42,7 @@ def gradient_of(param: Tensor) -> ParameterPart:
 
 
 def state_of(param: Tensor, key: str) -> OptimizerStatePart:
-    """An optimizer state of a parameter of a sharded model; None where it has none. What is one number a parameter is that number."""
+    """An optimizer state of a parameter of a sharded model; None where it has none. A step count is a number."""
     return OptimizerStatePart(param, key)
 
 
@@ -54,9 +55,13 @@ class ParameterPart(ABC):
     def __init__(self, param: Tensor) -> None:
         home = home_of(param)
         if is_gathered(param):
-            raise ZeroshardError(f"{param._gathered.home.name} is whole inside zs.gathered: ask for its {self.what} outside of it.")  # type: ignore[attr-defined]
+            raise ZeroshardError(
+                f"{whole_now[id(param)].home.name} is whole inside zs.gathered: ask for its {self.what} outside of it."
+            )
         if not isinstance(home, ParamHome):
-            raise ZeroshardError(f"{self.what}: expected a parameter of a model that was given to zs.shard(), got {type(param).__name__}.")
+            raise ZeroshardError(
+                f"{self.what}: expected a parameter of a model that was given to zs.shard(), got {type(param).__name__}."
+            )
         self.param, self.home, self.group, self.index = param, home, home.group, home.index
         self.shape = self.group.specs[self.index].shape
 
@@ -112,7 +117,9 @@ class ParameterPart(ABC):
                 raise ConfigError(f"{self.home.name}, {self.what}: {theirs} (on rank {rank}). Nothing was changed.")
         differing = [rank for rank, (_, other) in enumerate(everyone) if other != everyone[0][1]]
         if differing:
-            raise ConfigError(f"{self.home.name}, {self.what}: ranks {differing} gave other values than rank 0. Nothing was changed.")
+            raise ConfigError(
+                f"{self.home.name}, {self.what}: ranks {differing} gave other values than rank 0. Nothing was changed."
+            )
 
 
 class _Value(ParameterPart):
@@ -167,7 +174,9 @@ class _Gradient(ParameterPart):
         grad = self.group.gradient(self.index)
         if grad is None:
             return None
-        return grad._local.clone() if isinstance(grad, ShardedTensor) else grad.reshape(-1)[self.home.start : self.home.stop].clone()
+        return (
+            grad._local.clone() if isinstance(grad, ShardedTensor) else grad.reshape(-1)[self.home.start : self.home.stop].clone()
+        )
 
     def full(self) -> Tensor | None:
         self.group.runtime.flush()
@@ -228,15 +237,18 @@ class OptimizerStatePart(ParameterPart):
     def _problem(self) -> str | None:
         if self.key in self._entries():
             return None
-        return f"there is none of this name{'' if self.group.trainable else ' (it is frozen)'}: states exist after the first step, or a load"
+        frozen = "" if self.group.trainable else " (it is frozen)"
+        return f"there is none of this name{frozen}: states exist after the first step, or a load"
 
     def _set(self, value: Tensor) -> None:
         write_entry(self._core, self.param, self.key, value)
 
 
 def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict[str, Any]:
-    """One parameter's states with whole tensors (collective). A rank that holds nothing of it takes keys and scalars from the others."""
-    plain = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)}  # ranks differ in devices
+    """One parameter's states, tensors whole (collective). A rank that holds nothing of it takes keys and scalars from the others."""
+    plain = {
+        k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)
+    }  # ranks differ in devices
     sharded = {k: v._local for k, v in entries.items() if isinstance(v, ShardedTensor)}
     kept = {k for k, v in plain.items() if not sendable(v)}  # of a class of its own
     mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
@@ -244,8 +256,8 @@ def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict
     for key in sorted({key for _, _, theirs in everyone for key in theirs}):
         if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
             raise ConfigError(
-                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain data "
-                "that could be sent to them."
+                f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain "
+                "data that could be sent to them."
             )
     result: dict[str, Any] = {key: plain[key] for key in plain if key in kept}
     for other, dtypes, _ in everyone:

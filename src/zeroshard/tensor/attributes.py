@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-_OWN = frozenset("_held _home _compute _gathered _of_parameter _of_gradient _is_param".split())  # the library's
+_OWN = frozenset("_held _home _compute _of_parameter _of_gradient _is_param".split())  # the library's
+
+whole_now: dict[int, Any] = {}  # id of each parameter that `zs.gathered` has made whole -> who did (zero/gathered_parameters.py)
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:

@@ -116,7 +116,9 @@ class ShardedTensor(HasNoMemory, torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
-        """Of a gradient, or of what was computed: this rank's slice, copied."""
+        """Of a gradient, of what was computed, or of a parameter before zs.shard: this rank's slice, copied."""
+        if isinstance(self, ShardedParameter) and hasattr(self._home, "copy_of"):  # born, and of no sharded model yet
+            return memo.setdefault(id(self), self._home.copy_of(self))
         if isinstance(self, ShardedParameter) or self._of_parameter:
             raise ShardedAccessError(
                 f"{self._home.name}: a sharded model can not be deep-copied. Copy it before zs.shard(), or take "
@@ -217,22 +219,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_post_accumulate_grad_hook(hook)
 
 
-class WholeParameter(nn.Parameter):
-    """What a parameter is inside `zs.gathered`: an ordinary one, and its copies are nothing else."""
-
-    def __deepcopy__(self, memo: dict) -> nn.Parameter:
-        """An ordinary parameter: the copy belongs to no sharded model."""
-        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
-        return memo.setdefault(id(self), copy)
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        """As an ordinary parameter, which it is when it comes back."""
-        copy = self.__deepcopy__({})
-        copy.__dict__.update(attributes_of(self))
-        return copy.__reduce_ex__(protocol)
-
-
-class ReplicatedParameter(WholeParameter):
+class ReplicatedParameter(nn.Parameter):
     """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
 
     _home: Home
@@ -260,6 +247,17 @@ class ReplicatedParameter(WholeParameter):
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._home.set_gradient(value)
+
+    def __deepcopy__(self, memo: dict) -> nn.Parameter:
+        """An ordinary parameter: the copy belongs to no sharded model."""
+        copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """As an ordinary parameter, which it is when it comes back."""
+        copy = self.__deepcopy__({})
+        copy.__dict__.update(attributes_of(self))
+        return copy.__reduce_ex__(protocol)
 
 
 class ReleasedParameter(nn.Parameter):

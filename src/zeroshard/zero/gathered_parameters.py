@@ -1,7 +1,7 @@
 """`zs.gathered`: for a while parameters are ordinary and whole.
 
     at rest     the user's object, and what the modules show, is the sharded parameter
-    gathered    the same object is an ordinary (Whole)Parameter over a copy (the sharded one waits in another object)
+    gathered    the same object is an ordinary Parameter over a copy (the sharded one waits in another object)
 
 On exit objects are exchanged back, and ranks compare, in one exchange, what was done to the copies. Values are taken over
 only where that was announced: equal on every rank (write=True), or those of one rank, for all (modifier_rank). Anything
@@ -22,8 +22,7 @@ from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
-from ..tensor.attributes import attributes_of
-from ..tensor.sharded_tensor import WholeParameter
+from ..tensor.attributes import attributes_of, whole_now
 from .init_context import BirthHome
 from .shard_model import exchange, write_value
 from .unit import ParamHome, Unit
@@ -68,13 +67,14 @@ def parameters_in(what: Any) -> list[Tensor]:
     given = [what] if what is None or isinstance(what, Tensor) else list(what) if isinstance(what, Iterable) else [what]
     for each in given:
         if each is not None and not isinstance(each, Tensor):
-            raise TypeError(f"zs.gathered: expected a module, a parameter or an iterable of parameters, got {type(each).__name__}.")
+            expected = "a module, a parameter or an iterable of parameters"
+            raise TypeError(f"zs.gathered: expected {expected}, got {type(each).__name__}.")
     return [each for each in given if each is not None]
 
 
 def is_gathered(param: Tensor) -> bool:
     """Whether a parameter is whole because of `zs.gathered`."""
-    return "_gathered" in param.__dict__
+    return id(param) in whole_now
 
 
 def home_of(param: Tensor) -> ParamHome | BirthHome | None:
@@ -94,10 +94,10 @@ class Gathering:
         self._opened: list[tuple[Unit, bool, int]] = []  # was it pinned before; bytes of its copies
         self._told: list[tuple[list[_Whole], list[list[Any]]]] = []  # of each group of ranks: what all ranks told
         params = list({id(param): param for param in params}.values())
-        again = [param._gathered.home.name for param in params if is_gathered(param)]  # type: ignore[attr-defined]
+        again = [whole_now[id(param)].home.name for param in params if is_gathered(param)]
         if again and self._writes:
             raise ZeroshardError(f"zs.gathered inside zs.gathered: {again[0]} is gathered already. Announce the write there.")
-        self.found = sorted((param for param in params if home_of(param)), key=_order)  # type: ignore[misc,arg-type]
+        self.found = sorted(filter(home_of, params), key=_order)  # type: ignore[arg-type]
         self._check()
 
     def _check(self) -> None:
@@ -107,7 +107,9 @@ class Gathering:
             if self.write and self.modifier_rank is not None:
                 raise ConfigError("zs.gathered: expected write=True (all ranks write) or modifier_rank=... (one does), got both.")
             if self.modifier_rank is not None and self.modifier_rank not in range(world_size):
-                raise ConfigError(f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {self.modifier_rank!r}.")
+                raise ConfigError(
+                    f"modifier_rank: expected None or a rank from 0 to {world_size - 1}, got {self.modifier_rank!r}."
+                )
         homes = [home for home in map(home_of, self.found) if isinstance(home, ParamHome)]
         for runtime in {id(home.group.runtime): home.group.runtime for home in homes}.values():
             runtime.attendance.refuse("zs.gathered")
@@ -167,7 +169,8 @@ class Gathering:
         comms = {id(whole.home.comm): whole.home.comm for whole in self._wholes}
         for key, comm in comms.items():
             wholes = [whole for whole in self._wholes if id(whole.home.comm) == key]
-            problems = [(what, whole.home.name) for whole in wholes for what in whole.problems if not self._writes or what != "written"]
+            befell = [(what, whole.home.name) for whole in wholes for what in whole.problems]
+            problems = [(what, name) for what, name in befell if not (self._writes and what == "written")]
             tells = self.write or self.modifier_rank == comm.rank
             mine = [whole.told(changed=not self.write) if tells else None for whole in wholes]
             label = f"end of gathered(write={self.write}, modifier_rank={self.modifier_rank})"
@@ -190,7 +193,7 @@ class Gathering:
                 if self.write:
                     whole.take(whole.copy)
                 elif told[self.modifier_rank][number] is not None:  # type: ignore[index]
-                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore[index,arg-type]
+                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore
             comm.fence_read()
 
 
@@ -204,29 +207,32 @@ class _Whole:
     """A parameter while it is whole. copy: the ordinary parameter, in `param` until `close`. problems: what befell it."""
 
     def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
-        self.param, self.home, self.gathering = param, home_of(param), gathering
-        self.copy = WholeParameter(value, requires_grad=param.requires_grad)
+        self.param, self.gathering = param, gathering
+        self.home: Any = home_of(param)
+        self.copy = nn.Parameter(value, requires_grad=param.requires_grad)
         self.copy.__dict__.update(attributes_of(param))
         self.problems: list[str] = []
         self._open = [True]
         if self.copy.requires_grad:
-            self.copy.register_hook(_late_gradient(self.home.name, self._open))  # type: ignore[union-attr]
+            self.copy.register_hook(_late_gradient(self.home.name, self._open))
         self._version = _version(self.copy)
-        tells = gathering.modifier_rank == self.home.comm.rank  # type: ignore[union-attr]
+        tells = gathering.modifier_rank == self.home.comm.rank
         self._sum = zlib.crc32(_raw(self.copy)) if tells else None
         exchange(param, self.copy)
-        param._gathered = self  # type: ignore[attr-defined]
+        whole_now[id(param)] = self
 
     def close(self) -> None:
         """Exchange the objects back, and see what was done."""
         if not self._open:
             return
         self._open.clear()
-        del self.param.__dict__["_gathered"]
+        del whole_now[id(self.param)]
         exchange(self.param, self.copy)
         copy, home = self.copy, self.home
-        local = self.param._held if isinstance(home, BirthHome) else home.group.local(home.index)  # type: ignore[union-attr,attr-defined]
-        if isinstance(home, ParamHome):
+        if isinstance(home, BirthHome):
+            local = self.param._held  # type: ignore[attr-defined]
+        else:
+            local = home.group.local(home.index)
             spec = home.group.specs[home.index]
             if any(owner._parameters.get(attribute) is not self.param for owner, attribute in spec.owners):
                 self.problems.append("replaced")
@@ -237,7 +243,8 @@ class _Whole:
         if not self.problems and copy.grad is not None:
             self.problems.append("given a gradient")
         if not self.problems:
-            same = copy.shape == self.param.shape and _same(copy.detach().reshape(-1)[home.start : home.stop], local)  # type: ignore[union-attr]
+            mine = copy.detach().reshape(-1)[home.start : home.stop]
+            same = copy.shape == self.param.shape and _same(mine, local)
             if _version(copy) != self._version or not same:
                 self.problems.append("written")
         for key, value in attributes_of(copy).items():
@@ -272,8 +279,8 @@ def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
     def refuse_late(_: Tensor) -> None:
         if not opened:
             raise ShardedAccessError(
-                f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and would "
-                "be lost. Compute it in the model's forward, or under torch.no_grad()."
+                f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and "
+                "would be lost. Compute it in the model's forward, or under torch.no_grad()."
             )
 
     return refuse_late
@@ -295,9 +302,7 @@ def refuse(problems: dict[str, list[str]]) -> None:
     """Raise for what `Gathering.agree` found."""
     for what, names in problems.items():
         how = "without write=True" if what == "written" else ""
-        raise ShardedWriteError(
-            f"{what} inside zs.gathered() {how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}"
-        )
+        raise ShardedWriteError(f"{what} inside zs.gathered() {how}: {', '.join(names[:6])}. Nothing was kept. {_REMEDIES[what]}")
 
 
 def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:
@@ -305,8 +310,8 @@ def _check_equal(wholes: list[_Whole], told: list[list[Any]]) -> None:
         ranks = [rank for rank, value in enumerate(given) if value != given[0]]
         if ranks:
             raise ShardedWriteError(
-                f"{whole.home.name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("  # type: ignore[union-attr]
-                "write=True). Write the same on every rank (same seed), broadcast first, or give modifier_rank=0. Nothing was kept."
+                f"{whole.home.name}: ranks {ranks} wrote other values than rank 0 inside zs.gathered("
+                "write=True). Write the same on every rank (same seed), or let one write (modifier_rank=0). Nothing was kept."
             )
 
 
@@ -316,8 +321,9 @@ def _from_rank(comm: Comm, rank: int, whole: _Whole, told: tuple[list[int], str,
     value = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     given = _raw(whole.copy) if comm.rank == rank else b""
     content = _raw(value)
+    label = f"what rank {rank} wrote into {whole.home.name}"
     for begin in range(0, value.nbytes, _BROADCAST_NBYTES):
-        part = comm.exchange(bytes(given[begin : begin + _BROADCAST_NBYTES]), f"what rank {rank} wrote into {whole.home.name}")[rank]  # type: ignore[union-attr]
+        part = comm.exchange(bytes(given[begin : begin + _BROADCAST_NBYTES]), label)[rank]
         content[begin : begin + len(part)] = part
     return value
 

@@ -26,15 +26,14 @@ from ..comm.base import Comm
 from ..comm.process_group import talking_device
 from ..config import Config, Placement
 from ..errors import ShardedAccessError
-from ..tensor.attributes import attributes_of
-from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, WholeParameter, set_data
+from ..tensor.attributes import attributes_of, whole_now
+from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from .rank_consistency import agree_on_values
 from .shard_model import swap
 from .shared_storage import Origin
 from .unit import gather_flat
 
-
-_UNCUT = (ShardedTensor, WholeParameter, UninitializedTensorMixin)  # what has no shape is whole when it gets one
+_UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one
 _numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
 
 
@@ -56,6 +55,11 @@ class BirthHome:
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 
+    def copy_of(self, param: ShardedParameter) -> ShardedParameter:
+        """Another parameter of the same value, cut alike."""
+        home = BirthHome(self.comm, self.name, param.numel())
+        return ShardedParameter(param._local.clone(), tuple(param.shape), home, param.requires_grad)
+
     def gradient(self) -> Tensor | None:
         return None
 
@@ -76,9 +80,11 @@ class BirthHome:
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
-def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
+def _born(
+    comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None
+) -> nn.Parameter | None:
     """The parameter cut: the same object where torch allows that. None for what is not to be cut."""
-    if param is None or param.is_meta or isinstance(param, _UNCUT):
+    if param is None or param.is_meta or isinstance(param, _UNCUT) or id(param) in whole_now:
         return None
     home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
     local = param.detach().reshape(-1)[home.start : home.stop].clone()
@@ -94,7 +100,8 @@ def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, 
 
 def cut_module(module: nn.Module, comm: Comm) -> None:
     """Cut the parameters of a module that there is, as if it had been made under `init`: rank 0's values (collective)."""
-    agree_on_values(comm, [(n, p) for n, p in module.named_parameters() if not (p.is_meta or isinstance(p, _UNCUT))])
+    params = [(n, p) for n, p in module.named_parameters() if id(p) not in whole_now]
+    agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
     cut: dict[int, nn.Parameter] = {}
     for each in module.modules():
         for name, param in list(each._parameters.items()):

@@ -298,9 +298,9 @@ class Builder:
                 original.data = view  # hooks and identity stay
                 fresh = original
             fresh = self.replaced.get(id(original), original)
-            if type(fresh) is nn.Parameter:
+            if type(fresh) is nn.Parameter and group.trainable:
                 fresh.__class__ = ReplicatedParameter
-                fresh._home = group.homes[index]  # type: ignore[attr-defined]
+            fresh._home = group.homes[index]  # type: ignore[attr-defined]
             group.params.append(fresh)
             group.compute.append(fresh)
             group.versions.append(fresh._version)

@@ -75,6 +75,10 @@ class ParamHome:
         self.piece = piece
         self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # in this rank's shard
 
+    def __reduce__(self) -> Any:
+        """Of a frozen parameter that somebody pickles: what comes back belongs to no sharded model."""
+        return type(None), ()
+
     def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
         """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
         return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)

@@ -1,4 +1,4 @@
-"""deepspeed.utils.safe_get_* and safe_set_*: masters, gradients and optimizer states of one parameter, whole or this rank's slice.
+"""deepspeed.utils.safe_get_* and safe_set_*: masters, gradients and states of one parameter, whole or this rank's slice.
 
 What is floating-point comes back in fp32 (float64 stays), as a copy. None: the parameter is frozen, or of no sharded model, or
 has no gradient, or no state yet (before the first step). Setting one that is frozen does nothing, as in DeepSpeed; a value that

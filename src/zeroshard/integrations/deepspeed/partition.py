@@ -3,9 +3,10 @@
     with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
     with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
 
-Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so `hasattr(p, "ds_id")`
-tells ZeRO-3. They are properties of the classes of such parameters, registered when this module is imported. `attach` gives them
-to what modules show inside a forward as well.
+Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so
+`hasattr(p, "ds_id")` tells ZeRO-3. They are properties of the class of such parameters, registered when this module is
+imported. What is whole for a while is an ordinary parameter, which gets them from `GatheredParameters`; what modules
+show inside a forward gets them from `attach`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.process_group import talking_device
 from ...config import Config, Tier
-from ...tensor.sharded_tensor import ShardedParameter, WholeParameter
+from ...tensor.attributes import whole_now
+from ...tensor.sharded_tensor import ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
 from ...zero.init_context import cut_module, init
 from ...zero.runtime import runtime_of
@@ -71,6 +73,7 @@ _orig_torch_full, _orig_torch_arange, _orig_torch_eye, _orig_torch_randn = torch
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable, target_fp_dtype: torch.dtype | None, target_device: Any) -> Callable:
     """A constructor of tensors that makes floating-point ones in a dtype, and all on a device where the caller names none."""
+
     def construct(*args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("device") is None and target_device is not None:
             kwargs["device"] = target_device
@@ -123,7 +126,9 @@ class Init:
         }  # fmt: skip
         for name, value in asked.items():
             if value is not None:
-                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, in their own dtype.")
+                _note(
+                    f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
+                )
         self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
         self.local_device = _accelerator()
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
@@ -268,10 +273,13 @@ class GatheredParameters:
     """`with GatheredParameters(params, modifier_rank=0):` parameters are whole inside; what one rank writes reaches all.
 
     params: a parameter or an iterable of them; what is not partitioned is left alone, and anything else ignored. Without
-    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see register_external_parameter.
+    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see
+    register_external_parameter.
     """
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: nn.Module | None = None, enabled: bool = True
+    ) -> None:
         several = isinstance(params, Iterable) and not isinstance(params, Tensor)
         given = (list(params) if several else [params]) if enabled else []
         self.params = list({id(param): param for param in given if is_zero_param(param)}.values())
@@ -282,28 +290,27 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         if self.enabled:
-            self._gathering = Gathering(self.params, modifier_rank=self.src_rank)
-            self._gathering.open()
+            self._gathering = _opened(self.params, modifier_rank=self.src_rank)
 
     def __exit__(self, kind: Any, *failure: Any) -> None:
         gathering, self._gathering = self._gathering, None
         if gathering is None:
             return
-        gathering.close()
+        _close(gathering)
         if kind is not None:
             return
         problems = gathering.agree()
         if dropped := problems.pop("written", []):
             _note(
-                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name the rank "
-                "that writes: GatheredParameters(params, modifier_rank=0)."
+                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name "
+                "the rank that writes: GatheredParameters(params, modifier_rank=0)."
             )
         refuse(problems)
         gathering.keep()
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Note that a module's forward uses a parameter of another: it may do so anyway. Raises RuntimeError for what is no parameter."""
+    """Note that a module's forward uses a parameter of another, which it may do anyway. RuntimeError for what is no parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     if not hasattr(module, "_external_params"):
@@ -320,7 +327,11 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"unregister_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     known, number = getattr(module, "_external_params", {}), getattr(parameter, "ds_id", None)
-    keys = [key for key, other in known.items() if other is parameter or (number is not None and getattr(other, "ds_id", None) == number)]
+    keys = [
+        key
+        for key, other in known.items()
+        if other is parameter or (number is not None and getattr(other, "ds_id", None) == number)
+    ]
     if not keys:
         raise RuntimeError(f"this parameter is not a registered external parameter of {type(module).__name__}.")
     del known[keys[0]]  # inside of a forward a module shows another object for it
@@ -342,7 +353,7 @@ class MultipleAllGatherHandles:
 
 def _home(param: Tensor) -> Any:
     """Raises AttributeError for a parameter that is whole at rest: it has no ds_* attributes."""
-    home = param._gathered.home if is_gathered(param) else home_of(param)  # type: ignore[attr-defined]
+    home = home_of(param)
     if home is None or (isinstance(home, ParamHome) and not home.group.values.sharded):
         raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
     return home
@@ -356,8 +367,6 @@ def _ds_id(param: Tensor) -> int:
 
 def _ds_status(param: Tensor) -> ZeroParamStatus:
     home = _home(param)
-    if is_gathered(param):
-        return ZeroParamStatus.AVAILABLE
     unit = home.group.unit if isinstance(home, ParamHome) else None
     if unit is None or not (unit.depth or unit.in_backward):
         return ZeroParamStatus.NOT_AVAILABLE
@@ -367,8 +376,7 @@ def _ds_status(param: Tensor) -> ZeroParamStatus:
 def _ds_tensor(param: Tensor) -> Tensor:
     """This rank's slice, flat; what DeepSpeed notes on it."""
     home = _home(param)
-    resting = param._gathered.copy if is_gathered(param) else param  # type: ignore[attr-defined]
-    local = resting._local.detach()
+    local = param._local.detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
     if isinstance(home, ParamHome):
         local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(home.group.values.tier)
@@ -390,17 +398,19 @@ def _all_gather_coalesced(param: Any, params: Iterable[Any], safe_mode: bool = F
         home = home_of(each)
         in_use = isinstance(home, ParamHome) and home.group.runtime.in_forward  # there operations compute with it as it is
         if home is not None and not in_use:
-            Gathering([each], write=True).open()
+            _opened([each], write=True)
     return MultipleAllGatherHandles([])
 
 
-def _partition(param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True) -> None:
+def _partition(
+    param: Any, param_list: Any = None, hierarchy: int = 0, has_been_updated: bool = False, free_data: bool = True
+) -> None:
     """The inverse. has_been_updated: keep what was written, the same on every rank (collective); else it is dropped."""
     for each in [param] if param_list is None else param_list:
         if not is_gathered(each):
             continue
-        gathering = each._gathered.gathering
-        gathering.close()
+        gathering = whole_now[id(each)].gathering
+        _close(gathering)
         if has_been_updated:
             refuse(gathering.agree())
             gathering.keep()
@@ -408,11 +418,12 @@ def _partition(param: Any, param_list: Any = None, hierarchy: int = 0, has_been_
 
 def _ds_summary(param: Any, use_debug_name: bool = False) -> dict[str, Any]:
     """What there is to say of it; nothing is gathered."""
-    grad = None if is_gathered(param) else param.grad
+    grad, local = None if is_gathered(param) else param.grad, getattr(param, "ds_tensor", None)
     return {
-        "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel, "shape": tuple(param.shape),
-        "ds_shape": tuple(param.ds_shape), "requires_grad": param.requires_grad, "grad_shape": None if grad is None else tuple(grad.shape),
-        "persist": param.ds_persist, "active_sub_modules": param.ds_active_sub_modules, "ds_tensor.shape": param.ds_tensor.shape,
+        "id": param.ds_id, "status": param.ds_status.name, "numel": param.numel(), "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape), "ds_shape": tuple(param.ds_shape), "requires_grad": param.requires_grad,
+        "grad_shape": None if grad is None else tuple(grad.shape), "persist": param.ds_persist,
+        "active_sub_modules": param.ds_active_sub_modules, "ds_tensor.shape": None if local is None else local.shape,
     }  # fmt: skip
 
 
@@ -439,36 +450,53 @@ _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
     "partition_numel": lambda param: param.ds_tensor.numel(),
 }  # fmt: skip
-for _cls in (ShardedParameter, WholeParameter):
-    for _name, _get in _PROPERTIES.items():
-        setattr(_cls, _name, property(_get))
-    for _name, _method in _METHODS.items():
-        setattr(_cls, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
+for _name, _get in _PROPERTIES.items():
+    setattr(ShardedParameter, _name, property(_get))
+for _name, _method in _METHODS.items():
+    setattr(ShardedParameter, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
+
+
+def _shown(param: Any, whole: Any) -> dict[str, Any]:
+    """What `whole` shows, an ordinary parameter that stands for `param`, which is sharded."""
+    on_device = param._held is not None  # else the slice would have to be read from where it rests
+    fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
+    methods = {name: types.MethodType(method, whole) for name, method in _METHODS.items()}
+    return {**fixed, **methods, "ds_status": ZeroParamStatus.AVAILABLE, "ds_active_sub_modules": set()}
+
+
+def _hide(whole: Any) -> None:
+    for name in (*_PROPERTIES, *_METHODS):
+        whole.__dict__.pop(name, None)
+
+
+def _opened(params: list[Any], **options: Any) -> Gathering:
+    """Parameters made whole, with their ds_* attributes."""
+    shown = {id(param): _shown(param, param) for param in params if home_of(param) is not None}
+    gathering = Gathering(params, **options)
+    gathering.open()
+    for param in gathering.found:
+        if is_gathered(param):
+            param.__dict__.update(shown[id(param)])
+    return gathering
+
+
+def _close(gathering: Gathering) -> None:
+    for param in gathering.found:
+        if is_gathered(param):
+            _hide(param)
+    gathering.close()
 
 
 def attach(model: nn.Module) -> None:
     """Let the parameters that modules of a sharded model show inside a forward have ds_* too: they are AVAILABLE there."""
     for param, compute in _pairs(model):
-        fixed = {name: getattr(param, name) for name in _FIXED}
-        compute.__dict__.update(
-            fixed, ds_status=ZeroParamStatus.AVAILABLE, ds_active_sub_modules=set(), all_gather=_nothing, partition=_nothing,
-            ds_summary=types.MethodType(_ds_summary, param),
-        )  # fmt: skip
+        compute.__dict__.update(_shown(param, compute))
 
 
 def detach(model: nn.Module) -> None:
     """The inverse of `attach`, before zs.close."""
     for _, compute in _pairs(model):
-        for name in (*_FIXED, "ds_status", "ds_active_sub_modules", "all_gather", "partition", "ds_summary"):
-            compute.__dict__.pop(name, None)
-
-
-_FIXED = ("ds_id", "ds_shape", "ds_numel", "ds_persist", "ds_param_type", "is_external_param")
-
-
-def _nothing(*args: Any, **kwargs: Any) -> MultipleAllGatherHandles:
-    """To gather, or partition, what is in use."""
-    return MultipleAllGatherHandles([])
+        _hide(compute)
 
 
 def _pairs(model: nn.Module) -> Iterator[tuple[Any, Any]]:
