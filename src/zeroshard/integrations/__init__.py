@@ -1,0 +1,1 @@
+"""Where other libraries meet this one: each folder is for one of them, and imports it."""
