@@ -67,10 +67,12 @@ class FabricSharding(Sharding):
     # -- set up ------------------------------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> Any:
-        return self._init_context(empty_init)
-
-    def module_sharded_context(self) -> Any:
-        return self._init_context(False)
+        """Modules made inside are born sharded, on this rank's device; empty ones on the meta device."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
+        if not empty_init:
+            stack.enter_context(zs.init(**self.shard_options()))
+        return stack
 
     def module_to_device(self, module: nn.Module) -> None:
         self._to_device(module)
@@ -92,12 +94,12 @@ class FabricSharding(Sharding):
     def clip_gradients_norm(
         self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
     ) -> Tensor:
-        """The norm before (collective). With a loss scale (fp16) one that is not finite is left to the step, which is skipped then."""
+        """The norm before (collective). With a loss scale (fp16) a step whose norm is not finite is skipped."""
         if float(norm_type) != 2.0:
             raise ConfigError(f"norm_type: expected 2, got {norm_type}: the norm over all ranks is that of zs.clip_grad_norm_.")
         norm = zs.clip_grad_norm_(_inner(module), max_norm)
         if error_if_nonfinite and not math.isfinite(norm) and not self.precision.precision.startswith("16"):
-            raise RuntimeError(f"the norm of gradients is {norm.item()}: it can not be clipped. error_if_nonfinite=False goes on.")
+            raise RuntimeError(f"the norm of gradients is {norm.item()}: it can not be clipped (error_if_nonfinite=True).")
         return norm
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -117,12 +119,14 @@ class FabricSharding(Sharding):
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if filter:
-            raise ConfigError("filter: not of a sharded checkpoint. state_dict_type='full' takes it, or zs.save(trained_only=True).")
+            raise ConfigError("filter: not of a sharded checkpoint. Give the strategy state_dict_type='full'.")
         model, optimizer, rest = _parts(state)
         rest = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in rest.items()}
         self._save(path, model, optimizer, rest, storage_options)
 
-    def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """A folder that save_checkpoint wrote, or a file. What `state` does not name comes back."""
         path = Path(self.broadcast(path))
         if not path.is_dir():
@@ -130,7 +134,7 @@ class FabricSharding(Sharding):
         model, optimizer, rest = _parts({"model": state} if isinstance(state, nn.Module) else state or {})
         found = self._load(path, model, optimizer, weights_only)
         if strict and (missing := rest.keys() - found.keys()):
-            raise KeyError(f"{path} has no {', '.join(sorted(missing))}; it has {', '.join(sorted(found))}. strict=False leaves them.")
+            raise KeyError(f"{path} has no {', '.join(sorted(missing))} (strict=True); it has {', '.join(sorted(found))}.")
         for name in rest.keys() & found.keys():
             if hasattr(rest[name], "load_state_dict"):
                 rest[name].load_state_dict(found.pop(name))

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
-from ...errors import ConfigError
+from ...errors import ConfigError, did_you_mean
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {"precision": "fp32"},
     "bf16-mixed": {"precision": "bf16"},  # with fp32 masters, and autocast around the step
-    "16-mixed": {"precision": "fp16"},  # and a dynamic loss scale
+    "16-mixed": {"precision": "fp16"},  # and with a dynamic loss scale
     "bf16-true": {"precision": "bf16", "master_weights": False},
-    "16-true": {"precision": "fp16", "master_weights": False},
+    "16-true": {"precision": "fp16"},  # without masters Adam divides by an eps that is 0 in fp16
 }
 STATE_DICT_TYPES = ("sharded", "full")
 NAME = "checkpoint"
@@ -55,10 +55,19 @@ class Sharding:
 
     _precision_class: type
 
-    def __init__(self, stage: int = 3, *, state_dict_type: str = "sharded", config: zs.Config | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        state_dict_type: str = "sharded",
+        trusted: bool = False,
+        config: zs.Config | None = None,
+        **settings: Any,
+    ) -> None:
         """stage, config and all settings that zs.Config has are zs.shard's; others are those of Lightning's DDPStrategy.
 
         state_dict_type: of the checkpoints that are written: "sharded", a folder of all ranks' parts, or "full", one file.
+        trusted: unpickle objects of any class (hyperparameters, states of callbacks) in sharded checkpoints, as zs.load.
         Raises ConfigError.
         """
         known = set(zs.Config.__dataclass_fields__) - {"precision"} | {"preset"}
@@ -68,11 +77,12 @@ class Sharding:
             raise ConfigError("precision: give it to the Trainer or Fabric, e.g. precision='bf16-mixed'.")
         self._options = {name: settings.pop(name) for name in list(settings) if name in known}
         self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
-        self._config, self._state_dict_type = config, state_dict_type
+        self._config, self._state_dict_type, self._trusted = config, state_dict_type, trusted
         zs.Config.build(config, **self._options)  # now, not on the ranks
         super().__init__(**settings)
         if unknown := getattr(self, "_ddp_kwargs", {}):
-            raise ConfigError(f"unknown option {next(iter(unknown))!r}. Known: {', '.join(sorted(known))}, and those of DDPStrategy.")
+            name, listed = next(iter(unknown)), ", ".join(sorted(known))
+            raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
 
     def shard_options(self) -> dict[str, Any]:
         """For zs.shard and zs.init; what the strategy was given goes before what the precision stands for."""
@@ -89,23 +99,15 @@ class Sharding:
         name = str(getattr(given, "precision", type(given).__name__))
         own = {"Precision", "HalfPrecision", "MixedPrecision"}
         if name not in PRECISIONS or type(given).__name__ not in own:
-            known = ", ".join(PRECISIONS)
-            raise ConfigError(f"precision: expected one of {known}, got {name!r} ({type(given).__name__}): zeroshard casts by itself.")
+            known, kind = ", ".join(PRECISIONS), type(given).__name__
+            raise ConfigError(f"precision: expected one of {known}, got {name!r} ({kind}): zeroshard casts by itself.")
         return self._precision_class(name, self)
-
-    def _init_context(self, empty_init: bool | None) -> contextlib.ExitStack:
-        """Modules made inside are born sharded, on this rank's device; or on the meta device, if values are to be loaded anyway."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
-        if not empty_init:
-            stack.enter_context(zs.init(**self.shard_options()))
-        return stack
 
     def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         """zs.shard with at most one optimizer, anew if the model is sharded already."""
         if len(optimizers) > 1:
             raise ConfigError(
-                f"expected one optimizer, got {len(optimizers)}: use one with several parameter groups, or a strategy that replicates."
+                f"expected one optimizer, got {len(optimizers)}: use one with several parameter groups, or strategy='ddp'."
             )
         if is_sharded(model):
             zs.close(model)
@@ -116,7 +118,7 @@ class Sharding:
             model.to(self.root_device)
 
     def _save(self, path: Any, model: nn.Module, optimizer: Any, extra: dict[str, Any], storage_options: Any) -> None:
-        """One folder of all ranks' parts; `extra` is rank 0's. A path that holds another checkpoint gets this one in its place."""
+        """One folder of all ranks' parts, in the place of a checkpoint that is there; `extra` is rank 0's."""
         if storage_options is not None:
             raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
         extra, path = self.broadcast((extra, os.fspath(path)))
@@ -124,7 +126,7 @@ class Sharding:
 
     def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:
         """The inverse, at any world size and stage; comes back with what was under extra."""
-        found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=weights_only is False)
+        found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=self._trusted or weights_only is False)
         return found.extra["lightning"]
 
 

@@ -24,7 +24,7 @@ class TrainerSharding(Sharding):
     """ZeRO for Lightning's Trainer: ZeroshardStrategy(stage=3, **options of zs.shard), on CPU (gloo) and GPU (NCCL).
 
     The model stays sharded after a fit, so that it can be saved, validated and fitted again; zs.close(model) makes it an
-    ordinary one. precision: "-mixed" keeps fp32 masters, "-true" keeps none.
+    ordinary one. precision: "bf16-true" keeps no fp32 masters, all others below fp32 do; "-mixed" adds autocast.
     """
 
     _restored = False  # by load_checkpoint: nothing is left for Lightning to load
@@ -139,7 +139,7 @@ class TrainerSharding(Sharding):
         self._save(filepath, self.lightning_module, optimizer, rest, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A folder of this strategy's, into the model and (fitting) its optimizer; or any checkpoint of Lightning that is one file."""
+        """A folder, into the model and (fitting) its optimizer; or a file of any strategy, for Lightning to load."""
         path = Path(self.broadcast(checkpoint_path))
         self._restored = path.is_dir()
         if not self._restored:
