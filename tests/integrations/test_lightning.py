@@ -1,8 +1,11 @@
 """Lightning's Trainer and Fabric on zeroshard: the numbers of a plain loop, and resumed as if never interrupted."""
 
 import os
+import subprocess
+import sys
 import warnings
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,6 +301,9 @@ REFUSED = {
     "a stage": (lambda root: ZeroshardStrategy(stage=4), "stage"),
     "precision as an option": (lambda root: ZeroshardStrategy(precision="bf16"), "Trainer"),
     "a state dict": (lambda root: ZeroshardStrategy(state_dict_type="whole"), "whole"),
+    "a plugin that would not be asked": (
+        lambda root: trainer(root, plugins=[pl.plugins.io.AsyncCheckpointIO()]), "AsyncCheckpointIO"
+    ),
     "two optimizers": (lambda root: trainer(root).fit(Module(optimizers=2, manual=True), words()), "one optimizer, got 2"),
     "a filter": (lambda root: FabricZeroshardStrategy().save_checkpoint("x", {}, filter={"x": 1}), "filter"),
     "an optimizer alone": (lambda root: FabricZeroshardStrategy().setup_optimizer(None), "together"),
@@ -309,6 +315,20 @@ def test_what_is_not_served_is_refused_by_name(name, tmp_path):
     call, words_of_it = REFUSED[name]
     with pytest.raises(ConfigError, match=words_of_it):
         call(tmp_path)
+
+
+def test_a_module_has_its_own_forward_again_also_after_a_refusal(tmp_path):
+    module, run = Module(), trainer(tmp_path)
+    run.fit(module, words())
+    assert "forward" not in module.__dict__
+
+    def refuse(module, args):
+        raise ValueError("no")
+
+    module.register_forward_pre_hook(refuse)
+    with pytest.raises(ValueError, match="no"):
+        run.validate(module, words(), verbose=False)
+    assert "forward" not in module.__dict__
 
 
 def test_all_names_are_registered_for_both():
@@ -418,3 +438,14 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_pa
     run = trainer(tmp_path, epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
     run.fit(module, words(), ckpt_path=str(tmp_path / "last.ckpt"))
     check(module, plain(epochs=2, accumulate=2, clip=0.1)[1])
+
+
+@pytest.mark.processes
+def test_the_example_starts_its_ranks_by_itself(tmp_path):
+    example = Path(__file__).parents[2] / "examples/lightning_strategy.py"
+    command = [sys.executable, str(example), "2", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "steps of 2 ranks" in done.stdout
+    (found,) = inspect_checkpoint(tmp_path / "last.ckpt")
+    assert found.facts["world_size"] == 2 and found.checksums == "hold"

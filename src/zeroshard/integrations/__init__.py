@@ -1,1 +1,1 @@
-"""Where other libraries meet this one: each folder is for one of them, and imports it."""
+"""zeroshard in the tools that people train with: each folder speaks one tool's language, over the verbs of zeroshard."""

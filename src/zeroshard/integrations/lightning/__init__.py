@@ -5,12 +5,12 @@
     fabric = Fabric(strategy=FabricZeroshardStrategy(stage=2, max_live_parameters=0))
 
 Names: zeroshard (stage 3), zeroshard_stage_1, _2, _3, zeroshard_stage_2_offload, zeroshard_stage_3_offload (host memory).
-Served is `lightning`, or else `pytorch_lightning`; both where the second was imported before this.
+Served is `lightning`, or else `pytorch_lightning`; both where the second was imported before this. Lightning has no way
+to find strategies of others by itself, so this import is needed.
 """
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from .fabric import FabricSharding
@@ -42,5 +42,19 @@ def _register(trainer: str, fabric: str) -> tuple[type, type]:
     return made[0], made[1]
 
 
-_served = [names for names in _PACKAGES if names[0] in sys.modules or (names is _PACKAGES[0] and find_spec("lightning"))]
-ZeroshardStrategy, FabricZeroshardStrategy = [_register(*names) for names in _served or _PACKAGES[1:]][0]
+def _serve() -> tuple[type, type]:
+    """Register for the packages that are there; the classes of the first. Raises ModuleNotFoundError."""
+    made: list[tuple[type, type]] = []
+    for names in _PACKAGES:
+        try:
+            if not made or names[0] in sys.modules:
+                made.append(_register(*names))
+        except ModuleNotFoundError as error:
+            if error.name not in ("lightning", "pytorch_lightning"):
+                raise
+    if not made:
+        raise ModuleNotFoundError(f"{__name__} needs Lightning: pip install 'lightning>=2.6'", name="lightning")
+    return made[0]
+
+
+ZeroshardStrategy, FabricZeroshardStrategy = _serve()

@@ -75,14 +75,30 @@ class Sharding:
             raise ConfigError(f"state_dict_type: expected one of {STATE_DICT_TYPES}, got {state_dict_type!r}.")
         if settings.get("precision") in (*PRECISIONS, "fp32", "bf16", "fp16"):
             raise ConfigError("precision: give it to the Trainer or Fabric, e.g. precision='bf16-mixed'.")
+        self._config, self._state_dict_type, self._trusted = config, state_dict_type, trusted
+        self._check_io(settings.get("checkpoint_io"))
         self._options = {name: settings.pop(name) for name in list(settings) if name in known}
         self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
-        self._config, self._state_dict_type, self._trusted = config, state_dict_type, trusted
         zs.Config.build(config, **self._options)  # now, not on the ranks
         super().__init__(**settings)
         if unknown := getattr(self, "_ddp_kwargs", {}):
             name, listed = next(iter(unknown)), ", ".join(sorted(known))
             raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """For checkpoints that are one file."""
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, given: Any) -> None:
+        self._check_io(given)
+        self._checkpoint_io = given
+
+    def _check_io(self, given: Any) -> None:
+        if given is not None and self._state_dict_type == "sharded":
+            kind = type(given).__name__
+            raise ConfigError(f"{kind}: sharded checkpoints are written by zs.save. Leave it out, or state_dict_type='full'.")
 
     def shard_options(self) -> dict[str, Any]:
         """For zs.shard and zs.init; what the strategy was given goes before what the precision stands for."""

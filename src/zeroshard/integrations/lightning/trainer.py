@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import zeroshard as zs
 
@@ -87,7 +88,7 @@ class TrainerSharding(Sharding):
         with plugin.forward_context():
             if kind == "training_step" and not module.automatic_optimization:  # its backward is inside of the step
                 return module.training_step(*args, **kwargs)
-            return self._forward_redirection(module, module, kind, *args, **kwargs)
+            return _as_forward(module, kind, args, kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("training_step", args, kwargs)
@@ -159,3 +160,22 @@ class TrainerSharding(Sharding):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """By the package, under more names than one."""
+
+
+def _as_forward(module: nn.Module, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a method of a module as its forward, with the hooks around it; the module's own is back before the method begins."""
+    own = {key: value for key, value in module.__dict__.items() if key == "forward"}  # of a compiled module
+
+    def give_back() -> None:
+        module.__dict__.pop("forward", None)
+        module.__dict__.update(own)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        give_back()
+        return getattr(module, name)(*args, **kwargs)
+
+    module.__dict__["forward"] = forward
+    try:
+        return module(*args, **kwargs)
+    finally:
+        give_back()  # also where a hook has refused
