@@ -136,7 +136,7 @@ def plain(epochs=1, accumulate=1, clip=None):
 def trainer(root, strategy="zeroshard", epochs=1, ranks=1, **options):
     quiet = QUIET | {"enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in options.get("callbacks", ()))}
     fixed = {"accelerator": "cpu", "devices": ranks, "default_root_dir": str(root), "num_sanity_val_steps": 0}
-    return pl.Trainer(strategy=strategy, max_epochs=epochs, **fixed, **quiet, **options)
+    return pl.Trainer(strategy=strategy, max_epochs=epochs, **(fixed | quiet | options))
 
 
 def check(module, expected, tolerance=1e-6):
@@ -363,8 +363,9 @@ def fabric_loop(fabric, net, optimizer, batches, accumulate=1, clip=None):
             optimizer.zero_grad()
 
 
-def fabric_setup(stage=3, **options):
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=FabricZeroshardStrategy(stage=stage, **options))
+def fabric_setup(stage=3, precision="32-true", **options):
+    strategy = FabricZeroshardStrategy(stage=stage, **options)
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision, strategy=strategy)
     fabric.launch()
     with fabric.init_module():
         net = Net()
@@ -399,6 +400,30 @@ def test_fabric_goes_on_from_what_it_saved(kind, tmp_path):
             fabric.load(tmp_path / "saved", {"model": net, "epoch": 0})
 
 
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16), ("16-true", torch.float16)]
+)
+def test_fabric_trains_in_the_precision_asked_for(precision, dtype):
+    fabric, net, optimizer = fabric_setup(precision=precision)
+    before = sum(net.loss(batch).item() for batch in words())
+    for _ in range(3):
+        fabric_loop(fabric, net, optimizer, words(), clip=1.0)
+    assert next(net.module.parameters()).dtype is dtype
+    assert sum(net.loss(batch).item() for batch in words()) < 0.8 * before
+
+
+def test_fabric_evaluates_a_module_alone(tmp_path):
+    fabric, net, optimizer = fabric_setup()
+    fabric_loop(fabric, net, optimizer, words())
+    fabric.save(tmp_path / "saved", {"model": net})
+    expected = zs.full_state_dict(net.module)
+    alone = fabric.setup_module(Net())
+    assert fabric.load(tmp_path / "saved", {"model": alone}) == {}
+    check(alone.module, expected, tolerance=0)
+    with torch.no_grad():
+        torch.testing.assert_close(alone(next(iter(words()))), net(next(iter(words()))))
+
+
 def test_fabric_refuses_to_clip_what_is_not_a_number():
     fabric, net, optimizer = fabric_setup()
     fabric.backward(net.loss(next(iter(words()))) * float("inf"))
@@ -414,7 +439,7 @@ def test_fabric_refuses_to_clip_what_is_not_a_number():
 def _two_ranks(rank, world, root):
     kept = ModelCheckpoint(root, save_last=True)
     module = Module(late=True)
-    run = trainer(root, ranks=2, accumulate_grad_batches=2, gradient_clip_val=0.1, callbacks=[kept])
+    run = trainer(root, ranks=2, accumulate_grad_batches=2, gradient_clip_val=0.1, callbacks=[kept], num_sanity_val_steps=1)
     run.fit(module, words(rank, world), words(rank, world))
     checked = run.callback_metrics["checked"].item()
     fabric = Fabric(accelerator="cpu", devices=2, strategy="zeroshard_stage_2")
