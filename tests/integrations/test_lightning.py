@@ -180,6 +180,43 @@ def test_a_model_of_configure_model_is_born_sharded(tmp_path):
     check(module, plain()[1])
 
 
+def test_micro_batches_that_do_not_step_send_nothing(tmp_path):
+    counts = []
+    for accumulate in (1, 4):
+        module = Module()
+        trainer(tmp_path, "zeroshard_stage_2", accumulate_grad_batches=accumulate).fit(module, words())
+        counts.append(reductions(module))
+        fabric, net, optimizer = fabric_setup(2)
+        fabric_loop(fabric, net, optimizer, words(), accumulate)
+        assert reductions(net.module) == counts[-1]
+    assert counts[0] == 4 * counts[1] > 0
+
+
+def reductions(model):
+    return sum(traffic.count for kind, traffic in zs.report(model).communication.items() if kind.startswith("reduce"))
+
+
+class Direct(Module):
+    """Computes with a parameter of its own in its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WORDS))
+
+    def training_step(self, words, _):
+        return nn.functional.cross_entropy(self.net(words) + self.shift, (words + 1) % WORDS)
+
+    validation_step = training_step
+
+
+def test_parameters_of_the_lightning_module_itself_are_there_in_its_steps(tmp_path):
+    module, alone = Direct(), Direct()
+    trainer(tmp_path).fit(module, words(), words())
+    trainer(tmp_path, "auto").fit(alone, words())
+    check(module, alone.state_dict())
+    assert alone.shift.abs().max() > 0
+
+
 def test_manual_optimization_is_the_users(tmp_path):
     module = Module(manual=True)
     trainer(tmp_path).fit(module, words())
