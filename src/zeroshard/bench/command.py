@@ -66,13 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         plan = _plan(arguments)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
-    try:
-        import matplotlib  # noqa: F401
-        from rich.console import Console
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"bench: expected the library {error.name!r}; install it with: pip install 'zeroshard[bench]'"
-        ) from None
+    import matplotlib  # noqa: F401  # now, and not at the end, where it is drawn with
+    from rich.console import Console
+
     console = Console()
     if not console.is_terminal:  # a log file: do not fold tables at 80 columns
         console = Console(width=TABLE_COLUMNS)

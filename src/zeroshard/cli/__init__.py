@@ -10,6 +10,7 @@ COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "inspect": ("zeroshard.cli.inspect", "show what is in a checkpoint, and verify its checksums"),
+    "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
     "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
 }
 CLI_LIBRARIES = frozenset({"rich", "matplotlib", "psutil"})
@@ -35,6 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _command(argv[0])(argv[1:])
     except UsageError as error:
         return report_error(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in CLI_LIBRARIES:
+            raise
+        extra = "bench" if argv[0] == "bench" else "cli"
+        return report_error(f"{argv[0]}: expected the library {error.name!r}; install it with: pip install 'zeroshard[{extra}]'")
 
 
 def report_error(message: str) -> int:
@@ -46,11 +52,4 @@ def report_error(message: str) -> int:
 def _command(name: str) -> Callable[[list[str]], int]:
     if name not in COMMANDS:
         raise UsageError(f"expected a command, got {name!r}{closest(name, COMMANDS)}; commands: {', '.join(COMMANDS)}")
-    try:
-        return import_module(COMMANDS[name][0]).main
-    except ModuleNotFoundError as error:
-        if error.name not in CLI_LIBRARIES:
-            raise
-        raise UsageError(
-            f"{name}: expected the library {error.name!r}; install it with: pip install 'zeroshard[cli]'"
-        ) from None
+    return import_module(COMMANDS[name][0]).main

@@ -7,13 +7,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from rich.console import Console
 
 import zeroshard as zs
 
 from . import report_error
 from .arguments import Parser, UsageError
-from .summary import megabytes
+from .sheets import megabytes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -37,10 +36,9 @@ def main(argv: Sequence[str]) -> int:
         )
     except zs.ZeroshardError as error:
         return report_error(str(error))
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")
+    print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")
     for file in done.files:
-        console.print(f"  {file}")
+        print(f"  {file}")
     return 0
 
 

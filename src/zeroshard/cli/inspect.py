@@ -9,17 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 import zeroshard as zs
 
 from . import report_error
 from .arguments import Parser
-from .summary import megabytes
+from .sheets import Sheet, megabytes, show
 
 DAMAGED = 1
-WIDTH = 160  # characters, in a file or a pipe
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,29 +28,27 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps([one.to_dict() for one in found], indent=2))
     else:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-        console.print(_overview(found) if len(found) > 1 else _details(found[0]))
-        if len(found) == 1:
-            console.print(_files(found[0]))
+        for sheet in [_overview(found)] if len(found) > 1 else [_details(found[0]), _files(found[0])]:
+            show(sheet)
     for one in found:
         if one.damage:
             print(f"zeroshard: error: {one.damage}", file=sys.stderr)
     return DAMAGED if any(one.damage for one in found) else 0
 
 
-def _overview(found: list[zs.Inspection]) -> Table:
+def _overview(found: list[zs.Inspection]) -> Sheet:
     """Of a folder of checkpoints, one a row."""
-    table = Table("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
+    header = ("checkpoint", "step", "ranks", "stage", "precision", "parameters", "size", "saved", "checksums")
+    rows = []
     for one in found:
         facts = [str(one.facts.get(key, "?")) for key in ("world_size", "stage", "precision")]
         size, saved = megabytes(one.nbytes), str(one.facts.get("time", "?"))
-        table.add_row(Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums)
-    return table
+        rows.append((Path(one.path).name, f"{one.step}", *facts, f"{one.numel:,}", size, saved, one.checksums))
+    return Sheet(rows, header)
 
 
-def _details(one: zs.Inspection) -> Table:
+def _details(one: zs.Inspection) -> Sheet:
     """Of one checkpoint, one fact a row."""
-    table = Table(show_header=False, title=one.path, title_justify="left")
     rows = {"format": one.kind, "step": one.step, "checksums": one.checksums}
     rows |= {key.replace("_", " "): value for key, value in one.facts.items() if value is not None}
     rows["parameters"] = f"{one.numel:,} in {one.tensors} tensors"
@@ -66,16 +60,11 @@ def _details(one: zs.Inspection) -> Table:
         rows["extras"] = ", ".join(one.extras)
     if one.trained_only:
         rows["trained parameters alone"] = f"yes: {one.left_out} were left out"
-    for key, value in rows.items():
-        table.add_row(key, str(value))
-    return table
+    return Sheet([(key, str(value)) for key, value in rows.items()], title=one.path)
 
 
-def _files(one: zs.Inspection) -> Table:
-    table = Table("file", "size")
-    for name, nbytes in one.files.items():
-        table.add_row(name, megabytes(nbytes))
-    return table
+def _files(one: zs.Inspection) -> Sheet:
+    return Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size"))
 
 
 def _parser() -> Parser:

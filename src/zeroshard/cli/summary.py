@@ -17,6 +17,7 @@ from ..planner.forecast import Forecast
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
+from .sheets import megabytes
 from .trainer import StepResult
 
 STAGES = {
@@ -53,11 +54,6 @@ class Outcome:
             "median_step_seconds": self.median_seconds,
             "communication": {kind: (traffic.count, traffic.nbytes) for kind, traffic in report.communication.items()},
         }
-
-
-def megabytes(nbytes: float) -> str:
-    """Bytes in MB (1e6), in as many digits as tell something."""
-    return f"{nbytes / 1e6:,.3f} MB" if nbytes < 1e7 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def _table(title: str, *columns: str) -> Table:

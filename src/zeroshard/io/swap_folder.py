@@ -41,7 +41,7 @@ from .async_file import MEMORY_FILESYSTEMS, Engine, File, Handle, filesystem_of,
 _NAME = re.compile(r"zeroshard-swap-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _LOCK, _KEEP = "lock", "keep"  # files in the folder
 _HALF_MADE_S = 60.0
-_NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "gpfs", "ceph", "beegfs", "afs", "glusterfs")
+NETWORK_FILESYSTEMS = ("nfs", "cifs", "smb", "9p", "fuse.", "lustre", "gpfs", "ceph", "beegfs", "afs", "glusterfs")
 
 
 class SwapFolder:
@@ -135,7 +135,7 @@ def _check_place(parent: Path, where: str, any_filesystem: bool) -> bool:
     if not stat.S_ISDIR(status.st_mode):
         raise SwapError(f"{where} is not a folder; name a folder on a local disk")
     kind = filesystem_of(parent)
-    remote = kind.startswith(_NETWORK_FILESYSTEMS)
+    remote = kind.startswith(NETWORK_FILESYSTEMS)
     if kind in MEMORY_FILESYSTEMS:
         problem = f"is on {kind}, which is memory: swapping there frees nothing"
     elif remote:

@@ -1,0 +1,221 @@
+"""`zeroshard doctor`: what this machine and environment offer, and what would go wrong, in one screen.
+
+    zeroshard doctor
+    zeroshard doctor --json
+
+`findings` judges the facts of environment.py: a PROBLEM prevents training (exit code 1), a WARNING makes it slow or some
+of it fail, a NOTE says what else there is to know. Each names the remedy.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..io.async_file import MEMORY_FILESYSTEMS
+from ..io.swap_folder import NETWORK_FILESYSTEMS
+from .arguments import Parser
+from .environment import EXTRAS, PEERS, Disk, Environment, look
+from .ranks import VARIABLES
+from .sheets import Sheet, gigabytes, show
+
+PROBLEM, WARNING, NOTE = "problem", "warning", "note"
+OLDEST_TORCH = (2, 11)  # pyproject.toml
+_LITTLE_MEMORY_NBYTES = 2 << 30  # torch and its libraries take half of it
+_LITTLE_SHARED_MEMORY_NBYTES = 1 << 30  # containers start with 64 MiB
+_LITTLE_DISK_NBYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What would go wrong, why, and what to do."""
+
+    level: str
+    what: str
+    remedy: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Look, judge and print; returns the exit code: 1 if something prevents training."""
+    parser = Parser(
+        prog="zeroshard doctor", description="Show what this machine and environment offer, and what would go wrong."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
+    options = parser.parse(argv)
+    here = look()
+    found = sorted(findings(here), key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
+    can_train = all(finding.level != PROBLEM for finding in found)
+    if options.json:
+        facts = {"environment": dataclasses.asdict(here), "findings": [dataclasses.asdict(each) for each in found]}
+        print(json.dumps({**facts, "can_train": can_train}, indent=2))
+    else:
+        show(Sheet(list(facts_of(here)), title=f"zeroshard {here.zeroshard}"))
+        if found:
+            show(Sheet([(each.level, each.what, each.remedy) for each in found], ("", "what would go wrong", "what to do")))
+        print("This environment can train." if can_train else "Something prevents training: see the problems above.")
+    return 0 if can_train else 1
+
+
+def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
+    """(name, value) of each fact, as a reader wants it."""
+    host = here.host
+    yield "Python", f"{here.python}, {here.executable}"
+    yield (
+        "machine",
+        f"{here.platform}, {host.cores} cores" + (f" of {host.machine_cores}" if host.cores < host.machine_cores else ""),
+    )
+    yield "torch", f"{here.torch}, built for {here.build}"
+    yield "backends", ", ".join(name for name, there in here.backends.items() if there) or "none"
+    for number, gpu in enumerate(here.gpus):
+        yield f"GPU {number}", f"{gpu.name}, {gigabytes(gpu.nbytes)}, compute capability {gpu.capability}"
+    if not here.gpus:
+        yield "GPUs", "none that torch can use" + (f" (NVIDIA driver {here.driver})" if here.driver else "")
+    yield "memory", gigabytes(host.memory_nbytes) if host.memory_nbytes is not None else "unknown"
+    for name, nbytes in host.memory_left.items():
+        yield "  left", f"{gigabytes(nbytes)} by {name}"
+    yield "  may be locked", "any" if host.locked_nbytes is None else f"{host.locked_nbytes >> 10} KiB (ulimit -l)"
+    shared = "" if host.shared_memory_nbytes is None else f"; /dev/shm: {gigabytes(host.shared_memory_nbytes)}"
+    yield "shared memory", ("ranks of this host share theirs" if host.memfd else "none between ranks") + shared
+    for disk in here.disks:
+        free = "?" if disk.free_nbytes is None else gigabytes(disk.free_nbytes)
+        direct = "direct I/O" if disk.direct else "no direct I/O"
+        yield disk.role, f"{disk.path}: {disk.filesystem or 'unknown'}, {free} free, {direct}"
+    yield "peers", ", ".join(f"{name} {here.packages[name]}" for name in PEERS if here.packages.get(name)) or "none installed"
+    yield (
+        "import deepspeed",
+        {
+            "nothing": "nothing",
+            "deepspeed": f"the real one, {here.packages.get('deepspeed') or 'of unknown version'} ({here.deepspeed.path})",
+            "zeroshard": f"zeroshard's ({here.deepspeed.path})",
+        }[here.deepspeed.resolves_to],
+    )
+    yield "C++ compiler", here.compiler or "none (zeroshard needs none)"
+    for name, problem in here.trials.items():
+        yield f"tried: {name}", problem or "works"
+
+
+def findings(here: Environment) -> Iterator[Finding]:
+    """What would go wrong here, and the remedy of each."""
+    yield from _of_torch(here)
+    yield from _of_gpus(here)
+    yield from _of_host(here)
+    for disk in here.disks:
+        yield from _of_disk(disk)
+    yield from _of_packages(here)
+
+
+def _of_torch(here: Environment) -> Iterator[Finding]:
+    release = here.torch.split("+")[0].split(".")
+    if tuple(int(part) if part.isdigit() else 0 for part in release[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        yield Finding(
+            PROBLEM, f"torch {here.torch} is older than {oldest}, which this library needs", f"pip install 'torch>={oldest}'"
+        )
+    if not any(here.backends.values()):
+        yield Finding(
+            WARNING,
+            "torch has no backend (gloo, nccl): one process can train, several can not",
+            "install a build of torch with gloo",
+        )
+    if (problem := here.trials.get("gloo")) is not None:
+        remedy = "let the host's name resolve (/etc/hosts), or name the interface: export GLOO_SOCKET_IFNAME=lo"
+        yield Finding(PROBLEM if not here.gpus else WARNING, f"a gloo group can not be made: {problem}", remedy)
+    if (problem := here.trials.get("a step of two ranks")) is not None:
+        yield Finding(
+            PROBLEM,
+            f"a training step of two ranks in this process fails: {problem}",
+            "pip install --force-reinstall zeroshard torch",
+        )
+    missing = [name for name in VARIABLES if name not in here.variables]
+    if {"RANK", "WORLD_SIZE"} & here.variables.keys() and missing:
+        what = (
+            f"{', '.join(here.variables.keys() & set(VARIABLES))} set, but not {', '.join(missing)}: no process group can start"
+        )
+        yield Finding(PROBLEM, what, "unset them, or start with torchrun, which sets all")
+
+
+def _of_gpus(here: Environment) -> Iterator[Finding]:
+    for number, gpu in enumerate(here.gpus):
+        if gpu.problem is not None:
+            remedy = (
+                f"install a build of torch for compute capability {gpu.capability}, or hide it: export CUDA_VISIBLE_DEVICES="
+            )
+            yield Finding(PROBLEM, f"GPU {number} ({gpu.name}) does not compute: {gpu.problem}", remedy)
+    if here.gpus and any(here.backends.values()) and not here.backends.get("nccl"):
+        yield Finding(WARNING, "torch has no nccl: several GPUs can not train together", "install a build of torch with nccl")
+    if here.driver and not here.gpus and here.variables.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        why = "is built without CUDA" if here.build == "CPU" else f"({here.build}) finds no GPU"
+        remedy = (
+            "install a CUDA build of torch"
+            if here.build == "CPU"
+            else "compare nvidia-smi with the CUDA of torch; update the driver"
+        )
+        yield Finding(WARNING, f"NVIDIA's driver {here.driver} is loaded, but torch {why}: training is on the CPU", remedy)
+    if here.gpus and here.host.locked_nbytes is not None:
+        what = f"at most {here.host.locked_nbytes >> 10} KiB may be locked: unpinned copies of offloaded states are slower"
+        yield Finding(NOTE, what, "raise it (ulimit -l unlimited; --ulimit memlock=-1 of a container)")
+
+
+def _of_host(here: Environment) -> Iterator[Finding]:
+    host = here.host
+    for name, nbytes in host.memory_left.items():
+        if nbytes < _LITTLE_MEMORY_NBYTES:
+            yield Finding(
+                WARNING,
+                f"{name} leaves {gigabytes(nbytes)} of memory: ranks may be killed",
+                "end what else runs, or raise the limit",
+            )
+    if host.shared_memory_nbytes is not None and host.shared_memory_nbytes < _LITTLE_SHARED_MEMORY_NBYTES:
+        what = f"/dev/shm has {gigabytes(host.shared_memory_nbytes)}: data loaders' workers and NCCL end with bus errors"
+        yield Finding(
+            WARNING, what, "mount it larger (--shm-size=8g of a container, --ipc=host), or load data with num_workers=0"
+        )
+    if not host.memfd:
+        yield Finding(
+            NOTE,
+            "ranks of this host can not share memory (no memfd_create): they send copies over gloo",
+            "train on Linux for speed",
+        )
+
+
+def _of_disk(disk: Disk) -> Iterator[Finding]:
+    if disk.problem is not None:
+        what = f"{disk.role} {disk.path}: no file can be made ({disk.problem}): neither checkpoints nor offloaded states"
+        yield Finding(WARNING, what, "name a folder that you can write")
+        return
+    if disk.filesystem in MEMORY_FILESYSTEMS:
+        what = f"{disk.role} {disk.path} is on {disk.filesystem}, which is memory: offload to 'nvme' there is refused"
+        yield Finding(
+            WARNING if disk.role == "current folder" else NOTE, what, "offload_path='...' of a folder on a local disk"
+        )
+    elif disk.filesystem.startswith(NETWORK_FILESYSTEMS):
+        what = f"{disk.role} {disk.path} is on {disk.filesystem}, a network: offload to 'nvme' there is refused"
+        yield Finding(NOTE, what, "offload_path='...' of a folder on a local disk")
+    elif not disk.direct:
+        what = (
+            f"{disk.role} {disk.path}: {disk.filesystem} has no direct I/O: what is offloaded there also takes the page cache"
+        )
+        yield Finding(WARNING, what, "name a folder on ext4 or xfs on a local disk")
+    if disk.free_nbytes is not None and disk.free_nbytes < _LITTLE_DISK_NBYTES:
+        yield Finding(
+            WARNING, f"{disk.role} {disk.path} has {gigabytes(disk.free_nbytes)} free: checkpoints fill it soon", "free some"
+        )
+
+
+def _of_packages(here: Environment) -> Iterator[Finding]:
+    if missing := [name for name in EXTRAS if not here.packages.get(name)]:
+        yield Finding(NOTE, f"`zeroshard train` and `bench` need {', '.join(missing)}", "pip install 'zeroshard[cli]'")
+    routed = [name for name in ("accelerate", "transformers", "lightning", "pytorch-lightning") if here.packages.get(name)]
+    if here.deepspeed.resolves_to == "nothing" and routed:
+        what = f"{', '.join(routed)}: a DeepSpeed configuration fails, since `import deepspeed` finds nothing"
+        yield Finding(NOTE, what, "python -m zeroshard.deepspeed script.py, or zeroshard.deepspeed.install() first")
+    if here.deepspeed.resolves_to == "deepspeed":
+        slow = "" if here.compiler else ", which finds no C++ compiler for its CPU optimizers and file I/O"
+        remedy = "python -m zeroshard.deepspeed script.py takes zeroshard's without uninstalling it"
+        yield Finding(NOTE if here.compiler else WARNING, f"`import deepspeed` is the real one{slow}", remedy)
+    if not here.compiler:
+        yield Finding(
+            NOTE,
+            "no C++ compiler: torch.compile fails on the CPU; nothing else needs one",
+            "install g++ where you compile models",
+        )

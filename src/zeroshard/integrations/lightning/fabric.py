@@ -1,0 +1,158 @@
+"""The strategy of Lightning's Fabric.
+
+    fabric.init_module       inside zs.init: born sharded
+    fabric.setup             zs.shard(module, optimizer)
+    no_backward_sync         zs.accumulate; clip_gradients: zs.clip_grad_norm_; save and load: zs.save and zs.load
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+from ...errors import ConfigError
+from .sharding import Sharding, whole_optimizer_state, whole_state_dict
+
+
+class _Around(nn.Module):
+    """What Fabric calls: its own object, so that methods which were marked go through the model's forward hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Around) else module
+
+
+class _Accumulation:
+    """Fabric's way to ask for backwards without communication."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
+        return zs.accumulate(_inner(module)) if enabled else contextlib.nullcontext()
+
+
+class FabricSharding(Sharding):
+    """ZeRO for Lightning's Fabric: FabricZeroshardStrategy(stage=3, **options of zs.shard), on CPU (gloo) and GPU (NCCL).
+
+    Model and optimizer are set up together: fabric.setup(model, optimizer).
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._backward_sync_control = _Accumulation()
+
+    @property
+    def precision(self) -> Any:
+        return self._precision or self._precision_class("32-true", self)
+
+    @precision.setter
+    def precision(self, given: Any) -> None:
+        self._precision = self._precision_of(given)
+
+    def _plugin(self) -> Any:
+        return self.precision
+
+    # -- set up ------------------------------------------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> Any:
+        """Modules made inside are born sharded, on this rank's device; empty ones on the meta device."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.device("meta") if empty_init else self.root_device)
+        if not empty_init:
+            stack.enter_context(zs.init(**self.shard_options()))
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        self._to_device(module)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list, scheduler: Any = None) -> tuple:
+        self._shard(module, optimizers)
+        return _Around(module), optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Without an optimizer: for evaluation."""
+        self._shard(module, [])
+        return _Around(module)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        raise ConfigError("a sharded model and its optimizer are set up together: fabric.setup(model, optimizer).")
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    def clip_gradients_norm(
+        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = True
+    ) -> Tensor:
+        """The norm before (collective). With a loss scale (fp16) a step whose norm is not finite is skipped."""
+        if float(norm_type) != 2.0:
+            raise ConfigError(f"norm_type: expected 2, got {norm_type}: the norm over all ranks is that of zs.clip_grad_norm_.")
+        norm = zs.clip_grad_norm_(_inner(module), max_norm)
+        if error_if_nonfinite and not math.isfinite(norm) and not self.precision.precision.startswith("16"):
+            raise RuntimeError(f"the norm of gradients is {norm.item()}: it can not be clipped (error_if_nonfinite=True).")
+        return norm
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return whole_state_dict(_inner(module))
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return whole_optimizer_state(optimizer.core.runtime.model, optimizer)
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        _inner(module).load_state_dict(state_dict, strict=strict)
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
+        """state: the model, its optimizer (or not), and plain values or objects with state_dict, by name. Collective."""
+        if self._state_dict_type == "full":
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise ConfigError("filter: not of a sharded checkpoint. Give the strategy state_dict_type='full'.")
+        model, optimizer, rest = _parts(state)
+        rest = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in rest.items()}
+        self._save(path, model, optimizer, rest, storage_options)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """A folder that save_checkpoint wrote, or a file. What `state` does not name comes back."""
+        path = Path(self.broadcast(path))
+        if not path.is_dir():
+            return super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        model, optimizer, rest = _parts({"model": state} if isinstance(state, nn.Module) else state or {})
+        found = self._load(path, model, optimizer, weights_only)
+        if strict and (missing := rest.keys() - found.keys()):
+            raise KeyError(f"{path} has no {', '.join(sorted(missing))} (strict=True); it has {', '.join(sorted(found))}.")
+        for name in rest.keys() & found.keys():
+            if hasattr(rest[name], "load_state_dict"):
+                rest[name].load_state_dict(found.pop(name))
+            else:
+                state[name] = found.pop(name)
+        return found
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """By the package, under more names than one."""
+
+
+def _parts(state: dict[str, Any]) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """(model, optimizer or None, the rest). Raises ConfigError where there is not one model."""
+    models = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+    optimizers = {name: value for name, value in state.items() if isinstance(value, torch.optim.Optimizer)}
+    if len(models) != 1 or len(optimizers) > 1:
+        got = f"{len(models)} models and {len(optimizers)} optimizers"
+        raise ConfigError(f"state: expected one model that fabric.setup returned, and at most its optimizer, got {got}.")
+    rest = {name: value for name, value in state.items() if name not in models and name not in optimizers}
+    return _inner(next(iter(models.values()))), next(iter(optimizers.values()), None), rest

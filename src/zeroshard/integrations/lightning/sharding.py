@@ -1,0 +1,170 @@
+"""What both strategies share: options, precision by Lightning's names, the layout of a checkpoint, whole states.
+
+    a checkpoint    PATH/checkpoint/...     of zs.save: every rank's part, and what Lightning keeps under extra
+    a whole one     PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard as zs
+
+from ...errors import ConfigError, did_you_mean
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "32-true": {"precision": "fp32"},
+    "bf16-mixed": {"precision": "bf16"},  # with fp32 masters, and autocast around the step
+    "16-mixed": {"precision": "fp16"},  # and with a dynamic loss scale
+    "bf16-true": {"precision": "bf16", "master_weights": False},
+    "16-true": {"precision": "fp16"},  # without masters Adam divides by an eps that is 0 in fp16
+}
+STATE_DICT_TYPES = ("sharded", "full")
+NAME = "checkpoint"
+
+
+def precision_class(base: type) -> type:
+    """The precision plugin of a package (`base`: its own) for strategies whose models zeroshard casts."""
+
+    class ZeroshardPrecision(base):
+        """Autocast where Lightning says mixed; parameters, inputs, masters and the loss scale are zs.shard's."""
+
+        def __init__(self, precision: str, strategy: Any) -> None:
+            self.precision, self._strategy = precision, strategy  # which learns its device later
+
+        def forward_context(self) -> Any:
+            if not self.precision.endswith("-mixed"):
+                return contextlib.nullcontext()
+            dtype = torch.bfloat16 if self.precision.startswith("bf16") else torch.float16
+            return torch.autocast(self._strategy.root_device.type, dtype=dtype, cache_enabled=False)
+
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+            zs.clip_grad_norm_(optimizer.core.runtime.model, clip_val)
+
+    return ZeroshardPrecision
+
+
+class Sharding:
+    """Options of a strategy, and what follows from them. Before Lightning's own class among the bases."""
+
+    _precision_class: type
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        state_dict_type: str = "sharded",
+        trusted: bool = False,
+        config: zs.Config | None = None,
+        **settings: Any,
+    ) -> None:
+        """stage, config and all settings that zs.Config has are zs.shard's; others are those of Lightning's DDPStrategy.
+
+        state_dict_type: of the checkpoints that are written: "sharded", a folder of all ranks' parts, or "full", one file.
+        trusted: unpickle objects of any class (hyperparameters, states of callbacks) in sharded checkpoints, as zs.load.
+        Raises ConfigError.
+        """
+        known = set(zs.Config.__dataclass_fields__) - {"precision"} | {"preset"}
+        if state_dict_type not in STATE_DICT_TYPES:
+            raise ConfigError(f"state_dict_type: expected one of {STATE_DICT_TYPES}, got {state_dict_type!r}.")
+        if settings.get("precision") in (*PRECISIONS, "fp32", "bf16", "fp16"):
+            raise ConfigError("precision: give it to the Trainer or Fabric, e.g. precision='bf16-mixed'.")
+        self._config, self._state_dict_type, self._trusted = config, state_dict_type, trusted
+        self._check_io(settings.get("checkpoint_io"))
+        self._options = {name: settings.pop(name) for name in list(settings) if name in known}
+        self._options |= {"stage": stage} if config is None and "preset" not in self._options else {}
+        zs.Config.build(config, **self._options)  # now, not on the ranks
+        super().__init__(**settings)
+        if unknown := getattr(self, "_ddp_kwargs", {}):
+            name, listed = next(iter(unknown)), ", ".join(sorted(known))
+            raise ConfigError(f"unknown option {name!r}.{did_you_mean(name, known)} Known: {listed}, and those of DDPStrategy.")
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """For checkpoints that are one file."""
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, given: Any) -> None:
+        self._check_io(given)
+        self._checkpoint_io = given
+
+    def _check_io(self, given: Any) -> None:
+        if given is not None and self._state_dict_type == "sharded":
+            kind = type(given).__name__
+            raise ConfigError(f"{kind}: sharded checkpoints are written by zs.save. Leave it out, or state_dict_type='full'.")
+
+    def shard_options(self) -> dict[str, Any]:
+        """For zs.shard and zs.init; what the strategy was given goes before what the precision stands for."""
+        return {"config": self._config, **PRECISIONS[self._plugin().precision], **self._options}
+
+    def _plugin(self) -> Any:
+        """The precision plugin: the Trainer and Fabric name it differently."""
+        raise NotImplementedError
+
+    def _precision_of(self, given: Any) -> Any:
+        """Ours for what the Trainer or Fabric has made of `precision`. Raises ConfigError."""
+        if given is None or isinstance(given, self._precision_class):
+            return given
+        name = str(getattr(given, "precision", type(given).__name__))
+        own = {"Precision", "HalfPrecision", "MixedPrecision"}
+        if name not in PRECISIONS or type(given).__name__ not in own:
+            known, kind = ", ".join(PRECISIONS), type(given).__name__
+            raise ConfigError(f"precision: expected one of {known}, got {name!r} ({kind}): zeroshard casts by itself.")
+        return self._precision_class(name, self)
+
+    def _shard(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """zs.shard with at most one optimizer, anew if the model is sharded already."""
+        if len(optimizers) > 1:
+            raise ConfigError(
+                f"expected one optimizer, got {len(optimizers)}: use one with several parameter groups, or strategy='ddp'."
+            )
+        if is_sharded(model):
+            zs.close(model)
+        zs.shard(model, *optimizers, **self.shard_options())
+
+    def _to_device(self, model: nn.Module) -> None:
+        if not is_sharded(model) and not any(param.is_meta for param in model.parameters()):
+            model.to(self.root_device)
+
+    def _save(self, path: Any, model: nn.Module, optimizer: Any, extra: dict[str, Any], storage_options: Any) -> None:
+        """One folder of all ranks' parts, in the place of a checkpoint that is there; `extra` is rank 0's."""
+        if storage_options is not None:
+            raise ConfigError("storage_options: zs.save writes folders of this filesystem by itself. Leave it out.")
+        extra, path = self.broadcast((extra, os.fspath(path)))
+        zs.save(path, model, optimizer, extra={"lightning": extra}, name=NAME, overwrite=True)
+
+    def _load(self, path: Path, model: nn.Module, optimizer: Any, weights_only: bool | None) -> dict[str, Any]:
+        """The inverse, at any world size and stage; comes back with what was under extra."""
+        found = zs.load(path, model, optimizer, extra={"lightning": None}, trusted=self._trusted or weights_only is False)
+        return found.extra["lightning"]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether zs.shard has it."""
+    return "_zeroshard" in model.__dict__
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The model's, whole, on the host: as exact as values are held (collective)."""
+    whole = zs.full_state_dict(model, masters=True)
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
+
+
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As torch's own state_dict() of one process: by number, in the order of the groups, whole, on the host (collective)."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = zs.full_optimizer_state(model)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in found[names[id(param)]].items()}
+        for number, param in enumerate(params)
+        if found.get(names[id(param)])
+    }
+    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
