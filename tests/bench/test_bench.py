@@ -58,7 +58,7 @@ def test_goals_say_met_missed_and_not_measured():
     ]
     steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
     host = host_overhead.HostWork(steps, optimizers)
-    verdicts = {goal.text: goal.verdict for goal in statistics.goals(outcomes, host)}
+    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + report.goals_of("host", host)}
     assert verdicts["stage 3 / DDP, step time"] == "met"
     assert verdicts["stage 3 / FSDP2, step time"] == "missed"
     assert verdicts["stage 3 / FSDP2, peak resident memory"] == "missed"

@@ -23,17 +23,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from ..cli.arguments import Parser, UsageError
+from ..errors import SwapError
+from ..io.swap_folder import SwapFolder
+from . import checkpoints, cpu_adam, disk, gpu, host_overhead, plot, report, statistics
+from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
+from .race import race
+from .report import NOT_ASKED, Results
+from .tables import make_console
 
-if TYPE_CHECKING:
-    from .report import Results
-
-TABLE_COLUMNS = 125
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
-SECTIONS = {
+NO_DISK = "no folder on a local disk; name one with --path"
+SECTIONS = {  # in the order in which they are run
     "cpu": "step time and memory on CPU ranks",
     "tiers": "the same with states on the host and on disk",
     "host": "micro-benchmarks of the host's work",
@@ -57,6 +63,7 @@ class Plan:
     sections: tuple[str, ...]
     quick: bool
     largest_s: float
+    out: Path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,19 +75,15 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
     try:
         import matplotlib  # noqa: F401
-        from rich.console import Console
+
+        console = make_console()
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"bench: expected the library {error.name!r}; install it with: pip install 'zeroshard[bench]'"
-        ) from None
-    console = Console()
-    if not console.is_terminal:  # a log file: do not fold tables at 80 columns
-        console = Console(width=TABLE_COLUMNS)
-    out: Path = getattr(arguments, "out", Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
-    out.mkdir(parents=True, exist_ok=True)
-    with swap_folder(getattr(arguments, "path", None), out) as path:
-        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), out, console)
-    return _finish(results, out, console)
+        raise UsageError(f"bench: expected the library {error.name!r}; install it with: pip install 'zeroshard[bench]'") from None
+    plan.out.mkdir(parents=True, exist_ok=True)
+    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
+    with swap_folder(getattr(arguments, "path", None), plan.out) as path:
+        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
+    return _finish(results, plan.out, console)
 
 
 def _parser() -> Parser:
@@ -118,13 +121,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     shape = ModelShape(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(ModelShape)})
-    workload = Workload(
-        shape=shape,
-        sequences=arguments.sequences,
-        ranks=arguments.ranks,
-        seed=arguments.seed,
-        pin_cores=arguments.pin_cores,
-    )
+    same = {name: getattr(arguments, name) for name in ("sequences", "ranks", "seed", "pin_cores")}
     sections = getattr(arguments, "sections", QUICK_SECTIONS if arguments.quick else tuple(SECTIONS))
     lists = ((arguments.precision, PRECISIONS, "--precision"), (sections, SECTIONS, "--sections"))
     for given, known, flag in lists:
@@ -132,23 +129,19 @@ def _plan(arguments: argparse.Namespace) -> Plan:
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if not 0 <= arguments.largest_seconds < math.inf:
         raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
-    rounds = Rounds(
-        warmup=arguments.warmup,
-        rounds=getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS),
-        steps=arguments.steps,
-    )
-    count = getattr(arguments, "rounds", TIERS_ROUNDS)
-    tiers_rounds = dataclasses.replace(rounds, rounds=count, memory_steps=1, lead_in=1)
+    count = getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS)
+    rounds = Rounds(warmup=arguments.warmup, rounds=count, steps=arguments.steps)
     tiers = select(arguments.only, arguments.precision, among=TIER_CONTENDERS)
     return Plan(
-        workload=workload,
+        workload=Workload(shape=shape, **same),
         rounds=rounds,
-        tiers_rounds=tiers_rounds,
+        tiers_rounds=dataclasses.replace(rounds, rounds=getattr(arguments, "rounds", TIERS_ROUNDS), memory_steps=1, lead_in=1),
         contenders=select(arguments.only, arguments.precision, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
+        out=getattr(arguments, "out", Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")),
     )
 
 
@@ -158,9 +151,6 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
     Raises UsageError if a folder was named and cannot be used.
     """
-    from ..errors import SwapError
-    from ..io.swap_folder import SwapFolder
-
     try:
         SwapFolder(given or out, rank=0, needed_nbytes=0).close()
     except SwapError as error:
@@ -172,69 +162,82 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
         yield folder
 
 
-def _measure(plan: Plan, out: Path, console) -> Results:
-    from . import host_overhead, programs
-    from .race import race
-    from .report import Results
+def _measure(plan: Plan, say: Callable[[str], None]) -> Results:
+    runners = (_cpu, _tiers, _host, _hostadam, _disk, _checkpoints, _gpu)
+    fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
+    for section, run in zip(SECTIONS, runners, strict=True):
+        if section in plan.sections:
+            found = run(plan, say)
+            if isinstance(found, Unmeasured):
+                fields["skipped"][section] = found.why
+            else:
+                fields |= found
+    return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
 
-    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
-    outcomes, tiers, host = [], [], None
-    if "cpu" in plan.sections:
-        # One heat per precision: the sleeping teams of both would need twice the memory.
-        for precision in PRECISIONS:
-            heat = [c for c in plan.contenders if c.precision == precision]
-            if heat:
-                say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
-                outcomes += race(heat, plan.workload, plan.rounds, out / "logs", say)
-    if "tiers" in plan.sections and not plan.tier_contenders:
+
+# Each section gives fields of Results, or why it cannot be measured here.
+
+
+def _cpu(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    outcomes = []
+    # One heat per precision: the sleeping teams of both would need twice the memory.
+    for precision in PRECISIONS:
+        heat = [c for c in plan.contenders if c.precision == precision]
+        if heat:
+            say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
+            outcomes += race(heat, plan.workload, plan.rounds, plan.out / "logs", say)
+    return {"outcomes": outcomes}
+
+
+def _tiers(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    if not plan.tier_contenders:
         say("tiers: none of the chosen contenders offloads anything")
-    elif "tiers" in plan.sections:
-        say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
-        tiers = race(plan.tier_contenders, plan.workload, plan.tiers_rounds, out / "logs-tiers", say)
-    if "host" in plan.sections:
-        say("micro-benchmarks without communication")
-        host = host_overhead.measure(repeats=20 if plan.quick else 60)
-    measured = programs.measure(plan.sections, plan.workload.swap_path, out / "logs", say)
-    kepts = []
-    if "checkpoints" in plan.sections and plan.workload.swap_path is None:
-        say("checkpoints: no folder on a local disk; name one with --path")
-    elif "checkpoints" in plan.sections:
-        from . import checkpoints
-
-        kepts = checkpoints.run(plan.workload.swap_path, log_dir=out / "logs-checkpoints", say=say)
-    gpu = _measure_gpu(plan, out, say)
-    return Results(
-        plan.workload, plan.rounds, outcomes, host, **gpu, tiers=tiers, tiers_rounds=plan.tiers_rounds, programs=measured,
-        checkpoints=kepts,
-    )  # fmt: skip
+        return {}
+    say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
+    return {"tiers": race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)}
 
 
-def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str, object]:
-    """Fields of Results."""
-    from .report import NOT_ASKED
+def _host(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    say("micro-benchmarks without communication")
+    return {"host": host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")}
 
-    nothing = {"gpu_workload": None, "gpu_outcomes": []}
-    if "gpu" not in plan.sections:
-        return nothing | {"gpu_skipped": NOT_ASKED}
-    import torch
 
+def _hostadam(plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | Unmeasured:
+    say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
+    found = apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")
+    return found if isinstance(found, Unmeasured) else {"hostadam": found}
+
+
+def _disk(plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | Unmeasured:
+    if plan.workload.swap_path is None:
+        return Unmeasured(NO_DISK)
+    say("file engine beside dd and fio")
+    sizes = disk.SECTION_NBYTES, disk.SECTION_ROUNDS
+    found = apart(disk.run, plan.workload.swap_path, *sizes, log_file=plan.out / "logs" / "disk.log")
+    return found if isinstance(found, Unmeasured) else {"disk": found}
+
+
+def _checkpoints(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+    if plan.workload.swap_path is None:
+        say(f"checkpoints: {NO_DISK}")
+        return {}
+    return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
+
+
+def _gpu(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return nothing | {"gpu_skipped": "no CUDA device"}
-    from . import gpu
-
+        return {"gpu_skipped": "no CUDA device"}
     seed, path = plan.workload.seed, plan.workload.swap_path
-    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, out / "logs-gpu", say)
-    largest = {}
+    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, plan.out / "logs-gpu", say)
+    found = {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None}
     if plan.largest_s and not plan.quick:
         say("GPU: the largest model of each")
-        largest = gpu.measure_largest(seed, path, out / "logs-largest", say, plan.largest_s)
-    return {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None, "gpu_largest": largest}
+        found["gpu_largest"] = gpu.measure_largest(seed, path, plan.out / "logs-largest", say, plan.largest_s)
+    return found
 
 
 def _finish(results: Results, out: Path, console) -> int:
     """Print, write, draw; returns the exit code."""
-    from . import plot, report
-
     report.print_results(results, console)
     report.write_json(results, out / "results.json")
     report.write_markdown(results, out / "results.md")
@@ -252,8 +255,6 @@ def _finish(results: Results, out: Path, console) -> int:
 
 def _exit_code(results: Results) -> int:
     """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
-    from . import statistics
-
     failed = any(o.failed for race in results.races for o in race)
     disagree = any(statistics.losses_agree(race) is False for race in results.races)
     return int(failed or disagree)

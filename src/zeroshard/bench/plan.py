@@ -150,9 +150,9 @@ class Rounds:
     memory_steps: int = 2
     lead_in: int = 0
 
-    @property
-    def turn_steps(self) -> int:
-        return self.lead_in + self.steps
+    def first_step(self, index: int) -> int:
+        """Steps before the turn of a round."""
+        return self.warmup + index * (self.lead_in + self.steps)
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.steps, self.memory_steps) < 1 or min(self.warmup, self.lead_in) < 0:
