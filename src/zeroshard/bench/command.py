@@ -51,6 +51,9 @@ SECTIONS = {  # in the order in which they are run
 QUICK_SECTIONS = ("cpu", "host", "gpu")
 
 
+Say = Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Plan:
     """One run: what is measured, how often, and by whom."""
@@ -68,9 +71,9 @@ class Plan:
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
-    arguments = _parser().parse(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse(sys.argv[1:] if argv is None else argv)
     try:
-        plan = _plan(arguments)
+        plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
     try:
@@ -81,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UsageError(f"bench: expected the library {error.name!r}; install it with: pip install 'zeroshard[bench]'") from None
     plan.out.mkdir(parents=True, exist_ok=True)
     say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
-    with swap_folder(getattr(arguments, "path", None), plan.out) as path:
+    with swap_folder(given.path, plan.out) as path:
         results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
     return _finish(results, plan.out, console)
 
@@ -93,14 +96,14 @@ def _parser() -> Parser:
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
         + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
     )
-    add, unset = parser.add_argument, argparse.SUPPRESS
+    add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precision", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
-    add("--sections", type=_names, default=unset, metavar="LIST", help=f"what to measure (default: all). {sections}")
+    add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
     rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
-    add("--rounds", type=int, default=unset, help=rounds)
+    add("--rounds", type=int, help=rounds)
     add("--steps", type=int, default=2, help="steps of a turn")
     add("--warmup", type=int, default=3, help="steps before measuring")
     add("--ranks", type=int, default=2, help="processes of each contender")
@@ -109,9 +112,9 @@ def _parser() -> Parser:
         add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
     add("--seed", type=int, default=1234, help="of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--path", default=unset, metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
+    add("--path", metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
-    add("--out", type=Path, default=unset, help="folder of the results (default: runs/bench-<time>)")
+    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
 
 
@@ -122,26 +125,27 @@ def _names(text: str) -> tuple[str, ...]:
 def _plan(arguments: argparse.Namespace) -> Plan:
     shape = ModelShape(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(ModelShape)})
     same = {name: getattr(arguments, name) for name in ("sequences", "ranks", "seed", "pin_cores")}
-    sections = getattr(arguments, "sections", QUICK_SECTIONS if arguments.quick else tuple(SECTIONS))
+    usual_sections, usual_rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if arguments.quick else (tuple(SECTIONS), ROUNDS)
+    sections = usual_sections if arguments.sections is None else arguments.sections
     lists = ((arguments.precision, PRECISIONS, "--precision"), (sections, SECTIONS, "--sections"))
     for given, known, flag in lists:
         if unknown := set(given) - set(known):
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if not 0 <= arguments.largest_seconds < math.inf:
         raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
-    count = getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS)
-    rounds = Rounds(warmup=arguments.warmup, rounds=count, steps=arguments.steps)
+    counts = [usual if arguments.rounds is None else arguments.rounds for usual in (usual_rounds, TIERS_ROUNDS)]
+    rounds = Rounds(warmup=arguments.warmup, rounds=counts[0], steps=arguments.steps)
     tiers = select(arguments.only, arguments.precision, among=TIER_CONTENDERS)
     return Plan(
         workload=Workload(shape=shape, **same),
         rounds=rounds,
-        tiers_rounds=dataclasses.replace(rounds, rounds=getattr(arguments, "rounds", TIERS_ROUNDS), memory_steps=1, lead_in=1),
+        tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
         contenders=select(arguments.only, arguments.precision, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
-        out=getattr(arguments, "out", Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")),
+        out=arguments.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"),
     )
 
 
@@ -162,26 +166,23 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
         yield folder
 
 
-def _measure(plan: Plan, say: Callable[[str], None]) -> Results:
-    runners = (_cpu, _tiers, _host, _hostadam, _disk, _checkpoints, _gpu)
+def _measure(plan: Plan, say: Say) -> Results:
     fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    for section, run in zip(SECTIONS, runners, strict=True):
+    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _disk, _checkpoints, _gpu), strict=True):
         if section in plan.sections:
-            found = run(plan, say)
-            if isinstance(found, Unmeasured):
-                fields["skipped"][section] = found.why
-            else:
-                fields |= found
+            try:
+                fields |= run(plan, say)
+            except Unmeasured as error:
+                fields["skipped"][section] = str(error)
     return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
 
 
-# Each section gives fields of Results, or why it cannot be measured here.
+# Each section gives fields of Results; Unmeasured: it cannot be measured here.
 
 
-def _cpu(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _cpu(plan: Plan, say: Say) -> dict[str, Any]:
     outcomes = []
-    # One heat per precision: the sleeping teams of both would need twice the memory.
-    for precision in PRECISIONS:
+    for precision in PRECISIONS:  # one heat each: the sleeping teams of both would need twice the memory
         heat = [c for c in plan.contenders if c.precision == precision]
         if heat:
             say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
@@ -189,7 +190,7 @@ def _cpu(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     return {"outcomes": outcomes}
 
 
-def _tiers(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _tiers(plan: Plan, say: Say) -> dict[str, Any]:
     if not plan.tier_contenders:
         say("tiers: none of the chosen contenders offloads anything")
         return {}
@@ -197,34 +198,31 @@ def _tiers(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
     return {"tiers": race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)}
 
 
-def _host(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _host(plan: Plan, say: Say) -> dict[str, Any]:
     say("micro-benchmarks without communication")
     return {"host": host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")}
 
 
-def _hostadam(plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | Unmeasured:
+def _hostadam(plan: Plan, say: Say) -> dict[str, Any]:
     say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
-    found = apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")
-    return found if isinstance(found, Unmeasured) else {"hostadam": found}
+    return {"hostadam": apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")}
 
 
-def _disk(plan: Plan, say: Callable[[str], None]) -> dict[str, Any] | Unmeasured:
+def _disk(plan: Plan, say: Say) -> dict[str, Any]:
     if plan.workload.swap_path is None:
-        return Unmeasured(NO_DISK)
+        raise Unmeasured(NO_DISK)
     say("file engine beside dd and fio")
-    sizes = disk.SECTION_NBYTES, disk.SECTION_ROUNDS
-    found = apart(disk.run, plan.workload.swap_path, *sizes, log_file=plan.out / "logs" / "disk.log")
-    return found if isinstance(found, Unmeasured) else {"disk": found}
+    what = plan.workload.swap_path, disk.SECTION_NBYTES, disk.SECTION_ROUNDS
+    return {"disk": apart(disk.run, *what, log_file=plan.out / "logs" / "disk.log")}
 
 
-def _checkpoints(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _checkpoints(plan: Plan, say: Say) -> dict[str, Any]:
     if plan.workload.swap_path is None:
-        say(f"checkpoints: {NO_DISK}")
-        return {}
+        raise Unmeasured(NO_DISK)
     return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
 
 
-def _gpu(plan: Plan, say: Callable[[str], None]) -> dict[str, Any]:
+def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"gpu_skipped": "no CUDA device"}
     seed, path = plan.workload.seed, plan.workload.swap_path
@@ -255,6 +253,4 @@ def _finish(results: Results, out: Path, console) -> int:
 
 def _exit_code(results: Results) -> int:
     """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
-    failed = any(o.failed for race in results.races for o in race)
-    disagree = any(statistics.losses_agree(race) is False for race in results.races)
-    return int(failed or disagree)
+    return int(any(statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races))

@@ -113,15 +113,9 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
         Contender(f"{OURS} kernel", 28, "fp32 gradients given, no bf16 parameters", alone),
     ]
     if threads > 1:
-        joint = partial(job, None, None)
-        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", joint))
-    for exponent in CHUNK_EXPONENTS if chunks else ():
-        found.append(Contender(f"{OURS} 2^{exponent}", 28, "chunks of so many parameters", partial(job, 1 << exponent)))
-    return found
-
-
-def _copy(memory: Memory) -> list[Contender]:
-    return [Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))]
+        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", partial(job, None, None)))
+    lengths = CHUNK_EXPONENTS if chunks else ()
+    return found + [Contender(f"{OURS} 2^{e}", 28, "chunks of so many parameters", partial(job, 1 << e)) for e in lengths]
 
 
 def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: Any) -> list[Contender]:
@@ -184,7 +178,8 @@ def measure(
     with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
         memory = Memory(numel, huge_pages=True)
         peers, skipped = _peers(Memory(numel, huge_pages=False) if not huge_pages else memory, deepspeed)
-        contenders = _zeroshard(memory, threads, team, chunks) + _copy(memory) + peers
+        copy = Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))
+        contenders = [*_zeroshard(memory, threads, team, chunks), copy, *peers]
         samples = take_turns({c.name: partial(_sample, c.step) for c in contenders}, rounds, warmup=1)
     return [_row(c, samples[c.name], samples[OURS], numel, threads) for c in contenders] + skipped
 

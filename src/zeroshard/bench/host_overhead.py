@@ -28,7 +28,7 @@ from .micro_benchmark import Unmeasured, apart, seconds, take_turns
 from .worker import one_line
 
 UNITS = 32
-OPTIMIZER_UNITS, OPTIMIZER_UNIT_PARAMETERS = 30, 10
+OPTIMIZER_UNITS = 30  # of 10 parameters
 DIM = 32
 TIMEOUT_S = 300.0
 
@@ -66,8 +66,10 @@ class HostWork:
 
 def measure(repeats: int, log_file: Path) -> HostWork:
     """Run both micro-benchmarks in a process of their own: the fake group must not meet a real one."""
-    answer = apart(_measure_here, repeats, log_file=log_file, timeout_s=TIMEOUT_S)
-    return HostWork(errors={"all": answer.why}) if isinstance(answer, Unmeasured) else answer
+    try:
+        return apart(_measure_here, repeats, log_file=log_file, timeout_s=TIMEOUT_S)
+    except Unmeasured as error:
+        return HostWork(errors={"all": str(error)})
 
 
 def _measure_here(repeats: int) -> HostWork:
@@ -119,17 +121,12 @@ class SmallUnit(nn.Module):
         return x + self.maps["three"](self.maps["two"](self.norms[1](x))) * self.scale
 
 
-def _small_model(units: int, with_scale: bool) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(SmallUnit(with_scale) for _ in range(units)))
-
-
 def _step_model() -> nn.Sequential:
-    return _small_model(UNITS, with_scale=True)
+    return nn.Sequential(*(SmallUnit(with_scale=True) for _ in range(UNITS)))
 
 
 def _optimizer_model() -> nn.Sequential:
-    return _small_model(OPTIMIZER_UNITS, with_scale=False)
+    return nn.Sequential(*(SmallUnit(with_scale=False) for _ in range(OPTIMIZER_UNITS)))
 
 
 def _forward_backward(model: nn.Module) -> Callable[[], object]:
@@ -194,13 +191,9 @@ def _optimize_zeroshard() -> _Timed:
     return _Timed(before, action)
 
 
-def _whole(model: nn.Module) -> nn.Module:
-    return model
-
-
-_STEPS = {"plain": partial(_step, _whole), "fsdp2": partial(_step, _fsdp2), "zeroshard": _step_zeroshard}
+_STEPS = {"plain": partial(_step, nn.Module.train), "fsdp2": partial(_step, _fsdp2), "zeroshard": _step_zeroshard}
 _OPTIMIZERS = {
-    "plain": partial(_optimize, _whole, fused=True),
+    "plain": partial(_optimize, nn.Module.train, fused=True),
     "fsdp2 fused": partial(_optimize, _fsdp2, fused=True),
     "fsdp2 foreach": partial(_optimize, _fsdp2, foreach=True),
     "fsdp2 one by one": partial(_optimize, _fsdp2, foreach=False),

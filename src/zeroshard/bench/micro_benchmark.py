@@ -11,7 +11,6 @@ import random
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import median
 from typing import Any, TypeVar
 
@@ -45,23 +44,25 @@ def median_ratio(over: list[float], under: list[float]) -> float:
     return median(a / b for a, b in zip(over, under, strict=True))
 
 
-@dataclass(frozen=True)
-class Unmeasured:
-    """In place of a result: why there is none, in one line."""
-
-    why: str
+class Unmeasured(RuntimeError):
+    """There is no result here; the message says why, in one line."""
 
 
 def apart(function: Callable[..., Any], *args: object, log_file: object, timeout_s: float = LIMIT_S) -> Any:
-    """The function's result from a fresh process, whose output goes to a file; Unmeasured where it raises, dies or hangs."""
+    """The function's result from a fresh process, whose output goes to a file. Unmeasured: it raised, died or hung there."""
     (ended,) = run_processes(_call, 1, function, args, str(log_file), timeout_s=timeout_s, check=False)
-    return ended.value if ended.ok else Unmeasured(f"the process ended by {describe_exit(ended.exitcode)}, at most {timeout_s:.0f} s")
+    if not ended.ok:
+        raise Unmeasured(f"the process ended by {describe_exit(ended.exitcode)}, at most {timeout_s:.0f} s")
+    value, why = ended.value
+    if why:
+        raise Unmeasured(why)
+    return value
 
 
-def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[object, ...], log_file: str) -> Any:
+def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[object, ...], log_file: str) -> tuple[Any, str]:
     divert_output(log_file)  # of DeepSpeed and the compiler of its extension
     try:
-        return function(*args)
+        return function(*args), ""
     except Exception as error:
         traceback.print_exc()
-        return Unmeasured(one_line(error))
+        return None, one_line(error)

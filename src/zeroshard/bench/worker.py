@@ -130,7 +130,7 @@ class _Rank:
         torch.set_num_threads(1)
         _join_group(post)
         self.baseline_rss = memory.peak_rss_nbytes()
-        self.trainer = contenders.build(post.contender, self.workload)
+        self.trainer = contenders.BUILDERS[post.contender.kind](post.contender, self.workload)
         pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(self.workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
