@@ -4,7 +4,7 @@ The package reads from top to bottom:
 
     plan.py                   what is run: contenders, model, rounds (frozen dataclasses)
     workload.py               the model, its optimizer and the batches, equal for every contender
-    contenders.py             each library, set up as its own documentation tells a user to; checkpoint_contenders.py: how it saves
+    contenders.py             each library, set up as its documentation says; checkpoint_contenders.py: how it saves
     memory.py                 resident memory of a process, as the kernel counts it
     disk_bandwidth.py         what a disk gives all ranks at once
     overlap.py                how much copying lay beside computation, by CUDA events

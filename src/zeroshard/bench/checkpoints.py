@@ -96,8 +96,9 @@ class Kepts:
         ours = self.of("zs")
         if ours is None:
             return []
+        speeds = [ours.nbytes / seconds for seconds in ours.save_s]
         rows = (
-            ("save throughput / file engine", median_ratio([ours.nbytes / t for t in ours.save_s], ours.engine_nbytes_per_s), 0.9, True),
+            ("save throughput / file engine", median_ratio(speeds, ours.engine_nbytes_per_s), 0.9, True),
             ("save and load / DCP with FSDP2, time", self.to_peer(ours, "fsdp2"), 0.8, False),
             ("save and load / DeepSpeed 3, time", self.to_peer(ours, "ds"), 0.5, False),
             ("stall of a save in the background / one memory copy", median_ratio(ours.stall_s, ours.copy_s), 1.2, False),
@@ -230,7 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.checkpoints", description=__doc__.splitlines()[0])
     parser.add_argument("--path", required=True, help="folder on a local disk")
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{size}: {usual}" for size, (*_, usual) in SIZES.items()))
+    usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
+    parser.add_argument("--rounds", type=int, help=f"default: {usual}")
     parser.add_argument("--only", default="", help="contenders, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)

@@ -7,8 +7,8 @@
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections host              the micro-benchmarks only
 
-Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses disagree or a
-contender that was started failed; a missed goal is reported, not an error.
+Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
+disagree or a contender that was started failed; a missed goal is reported, not an error.
 """
 
 from __future__ import annotations

@@ -188,7 +188,8 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     optimizer = build_optimizer(model.parameters(), workload)
     offload = OFFLOADS[contender.offload]
     path = workload.swap_path if contender.on_disk else None
-    model, optimizer = zs.shard(model, optimizer, stage=contender.stage, precision=contender.precision, offload_path=path, **offload)
+    options = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
+    model, optimizer = zs.shard(model, optimizer, **options)
 
     def at_rest() -> dict[str, Bytes]:
         report = zs.report(model)

@@ -167,8 +167,9 @@ def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]
 
 @torch.no_grad()
 def measure(
-    numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1, deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False
-) -> list[dict[str, Any]]:
+    numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1,
+    deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """One row per contender.
 
     Keys: name, what, threads, core_share (of its threads' cores, while it stepped), ms, bytes_per_parameter, gb_s (1e9

@@ -137,7 +137,8 @@ def _output(command: Sequence[str]) -> subprocess.CompletedProcess:
 
 def goals(result: dict) -> list[Goal]:
     """Of writing and reading."""
-    return [Goal(f"file engine / best of dd and fio, {mode}", result[mode]["ratio"], GOAL, "disk", at_least=True) for mode in MODES]
+    what = "file engine / best of dd and fio"
+    return [Goal(f"{what}, {mode}", result[mode]["ratio"], GOAL, "disk", at_least=True) for mode in MODES]
 
 
 def sheet(result: dict) -> Sheet:

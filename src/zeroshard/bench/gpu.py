@@ -64,7 +64,9 @@ class Largest:
         return None if self.fits is None else parameters(dataclasses.replace(WIDE_SHAPE, layers=self.fits))
 
 
-def search(attempt: Callable[[int], str | None], first: int, time_s: float, clock: Callable[[], float] = time.monotonic) -> Largest:
+def search(
+    attempt: Callable[[int], str | None], first: int, time_s: float, clock: Callable[[], float] = time.monotonic
+) -> Largest:
     """The largest number that fits, to an eighth: doubled or halved from `first`, then bisected.
 
     Args:

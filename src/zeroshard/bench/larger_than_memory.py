@@ -135,10 +135,11 @@ def describe(result: Result) -> str:
     """The result as lines of text."""
     gib = lambda nbytes: "not limited" if not nbytes else f"{nbytes / 2**30:.2f} GiB"  # noqa: E731
     moved = ", ".join(f"{link} {nbytes / 1e9:.1f} GB" for link, nbytes in result.moved_nbytes.items())
+    per_parameter = result.states_nbytes / result.parameters
     reached = result.step_seconds[-1] / result.bound_seconds
     rows = {
         "parameters": f"{result.parameters:,}",
-        "model states": f"{gib(result.states_nbytes)} ({result.states_nbytes / result.parameters:.1f} bytes a parameter), on disk",
+        "model states": f"{gib(result.states_nbytes)} ({per_parameter:.1f} bytes a parameter), on disk",
         "memory limit": f"{gib(result.limit_nbytes)}, all ranks together",
         "memory at peak": f"{gib(result.peak_nbytes or 0)} (resident, summed over ranks: {gib(result.rss_peak_nbytes)})",
         "start": f"{result.start_seconds:.1f} s",

@@ -165,7 +165,8 @@ def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
             samples.append(values)
 
     ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
-    outcome.record(**{name: [getattr(r, name) for r in ranks] for name in ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")})
+    names = ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")
+    outcome.record(**{name: [getattr(rank, name) for rank in ranks] for name in names})
     outcome.record(peak_pss=[max(values) for values in samples], peak_pss_sum=[sum(values) for values in samples])
     outcome.at_rest = ranks[0].at_rest
     outcome.record_losses(ranks)

@@ -150,7 +150,8 @@ def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers:
     shape, numel = workload.shape, max((o.numel for o in outcomes), default=0)
     title = (
         f"{name}: GPT of {numel / 1e6:.1f}M parameters (dim {shape.dim}, {shape.layers} layers), {workload.ranks} "
-        f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a rank, fused AdamW"
+        f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a rank, "
+        "fused AdamW"
     )
     ran = list(statistics.by_name(outcomes).values())
     notes = [(TIER_LEGEND if tiers else RACE_LEGEND, PLAIN), *(_disk_note(o) for o in ran if tiers and o.disk)]
@@ -185,8 +186,7 @@ def _to_peer(outcomes: list[Outcome], base: str) -> Callable[[Outcome], float | 
     """Step time over that of a peer of the same precision, nothing offloaded."""
 
     def ratio(outcome: Outcome) -> float | None:
-        contender = outcome.contender
-        return time_ratio(outcomes, contender.name, base + ("" if contender.precision == "fp32" else f"-{contender.precision}"))
+        return time_ratio(outcomes, outcome.contender.name, "-".join(filter(None, (base, outcome.contender.suffix))))
 
     return ratio
 
