@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import time
 
 import pytest
 
 from zeroshard.bench import host_overhead, plan, plot, race, report, statistics
 from zeroshard.bench.command import main
+from zeroshard.bench.micro_benchmark import Unmeasured, apart, take_turns
 from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
 from zeroshard.bench.race import Outcome
 from zeroshard.bench.worker import Turn
@@ -58,7 +61,7 @@ def test_goals_say_met_missed_and_not_measured():
     ]
     steps, optimizers = {"plain": 1.0, "fsdp2": 33.0, "zeroshard": 5.0}, {"fsdp2 fused": 8.0, "fsdp2 foreach": 9.0}
     host = host_overhead.HostWork(steps, optimizers)
-    verdicts = {goal.text: goal.verdict for goal in statistics.goals(outcomes, host)}
+    verdicts = {goal.text: goal.verdict for goal in report.goals_of("race", outcomes) + report.goals_of("host", host)}
     assert verdicts["stage 3 / DDP, step time"] == "met"
     assert verdicts["stage 3 / FSDP2, step time"] == "missed"
     assert verdicts["stage 3 / FSDP2, peak resident memory"] == "missed"
@@ -118,6 +121,27 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
 def test_bad_arguments_are_named(arguments, text):
     with pytest.raises(UsageError, match=text):
         main(arguments)
+
+
+def test_turns_change_their_order_and_the_first_rounds_do_not_count():
+    seen: list[str] = []
+    samples = take_turns({name: lambda name=name: seen.append(name) or len(seen) for name in "abc"}, rounds=4, warmup=2)
+    rounds = [seen[at : at + 3] for at in range(0, 18, 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(map(tuple, rounds))) > 1
+    assert sorted(sum(samples.values(), [])) == list(range(7, 19)) and {len(of) for of in samples.values()} == {4}
+
+
+@pytest.mark.processes
+def test_what_runs_apart_gives_its_result_or_says_in_one_line_why_not(tmp_path):
+    log = tmp_path / "logs" / "log"
+    assert apart(int, "7", log_file=log) == 7
+    with pytest.raises(Unmeasured, match="^ValueError: invalid literal .*'x'$"):
+        apart(int, "x", log_file=log)
+    assert "Traceback" in log.read_text()
+    with pytest.raises(Unmeasured, match="exit code 3"):
+        apart(os._exit, 3, log_file=log)
+    with pytest.raises(Unmeasured, match="SIGKILL, at most 1 s"):
+        apart(time.sleep, 60, log_file=log, timeout_s=1.0)
 
 
 @pytest.mark.processes

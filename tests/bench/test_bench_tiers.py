@@ -22,7 +22,6 @@ from zeroshard.bench.command import swap_folder
 from zeroshard.bench.disk_bandwidth import Burst, DiskSpeed, bandwidth
 from zeroshard.bench.overlap import Overlap, Recorder, covered, union
 from zeroshard.bench.plan import Contender, Rounds, Workload
-from zeroshard.bench.programs import Measured
 from zeroshard.bench.race import Outcome
 from zeroshard.cli.arguments import UsageError
 from zeroshard.io.async_file import MEMORY_FILESYSTEMS, filesystem_of
@@ -63,7 +62,7 @@ def test_disk_goal_takes_the_longer_of_bound_and_memory_in_each_round():
     assert statistics.bounds_s(disk) == [1.0, 0.25, 1.0]
     assert statistics.disk_ratio([disk, memory]) == pytest.approx(1.0)  # bound, memory, and one round that stumbles
     assert statistics.bound_ratio(disk) == pytest.approx(2.3) and statistics.bound_ratio(memory) is None
-    goals = {g.text.split(" / ")[1]: g.verdict for g in statistics.tier_goals([disk, memory])}
+    goals = {g.text.split(" / ")[1]: g.verdict for g in report.goals_of("tiers", [disk, memory])}
     assert goals["DeepSpeed 3 offload, step time"] == "not measured"
     assert statistics.disk_ratio([memory]) is None
 
@@ -73,8 +72,8 @@ def test_copies_inside_computation_are_counted_once_for_each_copy():
     compute = [(0.0, 10.0), (20.0, 30.0)]
     assert covered([(5.0, 15.0), (18.0, 22.0), (40.0, 41.0)], compute) == 7.0
     both = Overlap.of(compute, {"up": [(5.0, 15.0)], "down": [(5.0, 10.0)]}, {"up": 8, "down": 4})
-    assert both.inside_ms == {"up": 5.0, "down": 5.0} and both.fraction == pytest.approx(10 / 15)
-    assert Overlap.of(compute, {"up": [], "down": []}, {}).fraction is None
+    assert both.inside_ms == {"up": 5.0, "down": 5.0} and both.fraction() == pytest.approx(10 / 15)
+    assert Overlap.of(compute, {"up": [], "down": []}, {}).fraction() is None
 
 
 class ClockRecorder(Recorder):
@@ -97,7 +96,7 @@ def test_recorder_marks_forward_and_backward_of_every_unit_and_goes():
         model(tokens, tokens).backward()
     seen = recorder.overlap()
     assert len(recorder.pieces) == 2 * 4 and seen.compute_ms > 0  # embedding, three blocks; head, three blocks
-    assert seen.fraction is None  # the host's memory is the device's
+    assert seen.fraction() is None  # the host's memory is the device's
     held = vars(runtime).keys() | vars(runtime.prefetcher).keys() | vars(runtime.comm.streams).keys()
     assert not {"_open", "staged", "copy"} & held
     zs.close(model)
@@ -120,7 +119,7 @@ def test_search_ends_where_nothing_fits_and_where_time_is_over():
 
 def test_gpu_arithmetic():
     workload = Workload(shape=gpu.SHAPE, sequences=4)
-    assert gpu.parameters(gpu.SHAPE) == worker._parameter_count(workload)
+    assert gpu.parameters(gpu.SHAPE) == worker.parameter_count(workload)
     assert gpu.step_flops(workload) / (4 * 1024) == pytest.approx(6 * (20 * 12 * 1024**2 + 32768 * 1024) + 6 * 20 * 1024 * 1024)
     room = (80 << 30, 100 << 30, 10 << 30)  # device, host, disk
     guess = {c.offload: gpu.first_layers(c, room) for c in gpu.TIERS}
@@ -145,16 +144,14 @@ def test_every_section_is_shown_and_written(tmp_path):
            "gb_s": 8.0, "g_parameters_s": 0.3, "ratio": 1.0}  # fmt: skip
     copy = {**row, "name": "memory copy", "gb_s": 10.0, "g_parameters_s": None, "ratio": None}
     one = {"gb_per_s": {"engine": [2.0], "dd bs=1M": [1.0]}, "median": {"engine": 2.0, "dd bs=1M": 1.0}, "ratio": 2.0}
-    programs = Measured(
-        {1: [row, copy, {"name": "deepspeed", "skipped": "no compiler"}]},
-        {"nbytes": 1 << 30, "rounds": 1, "direct": True, "write": one, "read": {**one, "ratio": None}},
-    )
+    hostadam = {1: [row, copy, {"name": "deepspeed", "skipped": "no compiler"}]}
+    files = {"nbytes": 1 << 30, "rounds": 1, "direct": True, "write": one, "read": {**one, "ratio": None}}
     seen = Overlap.of([(0.0, 4.0)], {"up": [(2.0, 6.0)], "down": []}, {"up": 4, "down": 0})
     on_gpu = [tier_outcome("zs3-host-bf16", [[0.5]], cuda_peak=1 << 30, overlap=seen), tier_outcome("local-bf16", [[0.1]])]
     workload = Workload(shape=gpu.SHAPE, sequences=4, ranks=1, device="cuda")
     largest = {"zs3-host-bf16": gpu.Largest(10, 12, True, "out of memory", 5), "ds3-offload-bf16": gpu.Largest(why="not installed")}
     results = report.Results(
-        Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), programs
+        Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), hostadam, files
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=125)
     report.print_results(results, console)

@@ -594,6 +594,7 @@ def test_the_benchmark_runs_and_leaves_nothing(disk, capsys, monkeypatch):
     result = disk_bench.run(disk, nbytes=16 << 20, rounds=1)
     assert sorted(disk.iterdir()) == before
     assert result["write"]["ratio"] > 0 and result["read"]["median"]["engine"] > 0
-    assert "goal" in disk_bench.table(result)
+    assert [goal.verdict in ("met", "missed") for goal in disk_bench.goals(result)] == [True, True]
+    assert "engine" in disk_bench.sheet(result).markdown()
     assert disk_bench.main(["--path", str(disk / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err

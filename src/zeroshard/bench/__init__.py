@@ -2,25 +2,21 @@
 
 The package reads from top to bottom:
 
-    plan.py         what is run: contenders, model, rounds (frozen dataclasses)
-    workload.py     the model, its optimizer and the batches, equal for every contender
-    contenders.py   each library, set up as its own documentation tells a user to
-    memory.py       resident memory of a process, as the kernel counts it
-    worker.py       one rank of one contender: a process that sleeps until it is told to step
-    team.py         all ranks of one contender, seen from the controller
-    diskprobe.py    what a disk gives all ranks at once
-    overlap.py      how much copying lay beside computation, by CUDA events
-    race.py         the interleaved rounds
-    hostwork.py     two micro-benchmarks without communication: host work, optimizer step
-    hostadam.py     the host's Adam beside memory copies and peers; a program of its own
-    disk.py         the file engine beside dd and fio; a program of its own
-    programs.py     these two as sections
-    gpu.py          one GPU: speed on each tier, and the largest models
-    figures.py      medians, ratios per round, bounds, goals and verdicts
-    sheets.py       tables as cells, for the terminal and in Markdown
-    planner/report.py       results.json, results.md; plot.py draws the PNG
-    command.py      the command line
-    beyond.py       a proof, not a comparison: training beyond memory, in a cage (cage.py)
+    plan.py                   what is run: contenders, model, rounds (frozen dataclasses)
+    workload.py               the model, its optimizer and the batches, equal for every contender
+    contenders.py             each library, set up as its documentation says; checkpoint_contenders.py: how it saves
+    memory.py                 resident memory of a process, as the kernel counts it
+    disk_bandwidth.py         what a disk gives all ranks at once
+    overlap.py                how much copying lay beside computation, by CUDA events
+    worker.py                 one rank of one contender: a process that sleeps until it is told to step
+    worker_group.py           all ranks of one contender (a team), seen from the controller
+    race.py                   the interleaved rounds
+    statistics.py, tables.py  medians, ratios per round, bounds; goals and verdicts, tables as cells
+    micro_benchmark.py        turns and medians of what runs in one process: host_overhead.py, cpu_adam.py, disk.py
+    checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
+    report.py, plot.py        what each table shows, the goals; results.json, results.md; the PNG
+    command.py                the command line
+    larger_than_memory.py     a proof, not a comparison: training beyond memory, below an enforced limit (cgroup_limit.py)
 
 Words used here: a *contender* is a library with a stage and a precision; its *team* is one process per
 rank; a *turn* is a few consecutive steps of one contender; a *round* is one turn of each contender.

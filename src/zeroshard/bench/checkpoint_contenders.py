@@ -17,6 +17,13 @@ from typing import Any, Callable
 import torch
 from torch import Tensor, nn
 
+import zeroshard as zs
+
+from ..checkpoint.state_map import collect
+from ..zero.runtime import runtime_of
+
+Background = tuple[Callable[[], float], Callable[[], object]]
+
 
 @dataclass(frozen=True)
 class Keeper:
@@ -25,18 +32,13 @@ class Keeper:
 
     save: Callable[[str], None]
     load: Callable[[str], None]
-    in_background: Callable[[str], tuple[Callable[[], float], Callable[[], object]]] | None = None
+    in_background: Callable[[str], Background] | None = None
     states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
 
 
 def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
     """Of a sharded model."""
-    import zeroshard as zs
-
-    from ..checkpoint.state_map import collect
-    from ..zero.runtime import runtime_of
-
-    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
+    def in_background(path: str) -> Background:
         saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
         return lambda: saving.stall_seconds, saving.wait
 
@@ -69,7 +71,7 @@ def fsdp2_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
         dcp.load({"model": values, "optim": states}, checkpoint_id=path)
         set_state_dict(model, optimizer, model_state_dict=values, optim_state_dict=states)
 
-    def in_background(path: str) -> tuple[Callable[[], float], Callable[[], object]]:
+    def in_background(path: str) -> Background:
         begin = time.monotonic()
         values, states = get_state_dict(model, optimizer)
         future: Any = dcp.async_save({"model": values, "optim": states}, checkpoint_id=path, process_group=beside)

@@ -18,21 +18,23 @@ import dataclasses
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
-from typing import Callable
+from statistics import median
 
 from .checkpoint_contenders import written_nbytes
 from .disk_bandwidth import bandwidth
+from .micro_benchmark import median_ratio
 from .plan import Contender, ModelShape, Workload
 from .race import missing_reason
-from .statistics import Goal
-from .tables import PLAIN, WARNING, Sheet, number
-from .worker_group import Team, TeamFailed
+from .tables import GB, MIB, PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker import parameter_count
+from .worker_group import Team, Teams, turned
 
 CONTENDERS = (Contender("zs", 3), Contender("fsdp2"), Contender("ds", 3))
 SIZES = {  # name -> shape, whether contenders take turns, rounds: the less there is to do the more a moment's trouble weighs
@@ -40,7 +42,6 @@ SIZES = {  # name -> shape, whether contenders take turns, rounds: the less ther
     "500M": (ModelShape(dim=1536, layers=17, heads=12), False, 3),
 }
 _SETTLE_S = 0.5
-ENGINE_GOAL, DCP_GOAL, DEEPSPEED_GOAL, STALL_GOAL = 0.9, 0.8, 0.5, 1.2
 
 
 @dataclass
@@ -63,15 +64,18 @@ class Kept:
     def ran(self) -> bool:
         return bool(self.load_s)
 
+    def fail(self, why: str) -> None:
+        self.skipped = f"failed: {why}"
+
     @property
     def total_s(self) -> float:
         """Save and load, median of rounds."""
-        return statistics.median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
+        return median(a + b for a, b in zip(self.save_s, self.load_s, strict=True))
 
     @property
     def nbytes_per_s(self) -> float:
         """Of saves."""
-        return self.nbytes / statistics.median(self.save_s)
+        return self.nbytes / median(self.save_s)
 
 
 @dataclass(frozen=True)
@@ -89,18 +93,22 @@ class Kepts:
     @property
     def goals(self) -> list[Goal]:
         """Ratios of medians."""
-        ours, goals = self.of("zs"), []
+        ours = self.of("zs")
         if ours is None:
             return []
-        engine = statistics.median(s / r for s, r in zip([ours.nbytes / t for t in ours.save_s], ours.engine_nbytes_per_s, strict=True))
-        goals.append(Goal(f"{self.size}: save throughput / file engine", engine, ENGINE_GOAL, "checkpoints", True))
-        for kind, label, limit in (("fsdp2", "DCP with FSDP2", DCP_GOAL), ("ds", "DeepSpeed 3", DEEPSPEED_GOAL)):
-            theirs = self.of(kind)
-            ratio = None if theirs is None else ours.total_s / theirs.total_s
-            goals.append(Goal(f"{self.size}: save and load / {label}, time", ratio, limit, "checkpoints"))
-        stall = statistics.median(a / b for a, b in zip(ours.stall_s, ours.copy_s, strict=True))
-        goals.append(Goal(f"{self.size}: stall of a save in the background / one memory copy", stall, STALL_GOAL, "checkpoints"))
-        return goals
+        speeds = [ours.nbytes / seconds for seconds in ours.save_s]
+        rows = (
+            ("save throughput / file engine", median_ratio(speeds, ours.engine_nbytes_per_s), 0.9, True),
+            ("save and load / DCP with FSDP2, time", self.to_peer(ours, "fsdp2"), 0.8, False),
+            ("save and load / DeepSpeed 3, time", self.to_peer(ours, "ds"), 0.5, False),
+            ("stall of a save in the background / one memory copy", median_ratio(ours.stall_s, ours.copy_s), 1.2, False),
+        )
+        return [Goal(f"{self.size}: {text}", value, limit, "checkpoints", at_least) for text, value, limit, at_least in rows]
+
+    def to_peer(self, kept: Kept, kind: str) -> float | None:
+        """Time of a save and a load over that of a peer."""
+        peer = self.of(kind)
+        return None if peer is None else kept.total_s / peer.total_s
 
 
 def run(
@@ -124,44 +132,22 @@ def run(
 
 
 def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, log_dir: Path, say: Callable[[str], None]) -> None:
-    teams: dict[str, Team] = {}
-    try:
+    nbytes = 12 * parameter_count(workload)  # parameters and two states of Adam, in fp32
+    with Teams() as teams:
         for kept in group:
             teams[kept.contender.name] = Team(kept.contender, workload, log_dir)
-            _guarded(kept, teams, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
-        nbytes = states_nbytes(workload)
+            teams.attempt(kept, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
         for index in range(rounds):
-            for kept in group[index % len(group) :] + group[: index % len(group)]:
-                _guarded(kept, teams, lambda team: _take_turn(kept, team, folder / kept.contender.name, nbytes))
+            for kept in turned(group, index):
+                teams.attempt(kept, lambda team: _take_turn(kept, team, folder / kept.contender.name, nbytes))
             say(f"  round {index + 1} of {rounds} done")
-    finally:
-        for team in teams.values():
-            team.close()
-
-
-def _guarded(kept: Kept, teams: dict[str, Team], action: Callable[[Team], object]) -> None:
-    if kept.contender.name not in teams:
-        return
-    try:
-        action(teams[kept.contender.name])
-    except TeamFailed as error:
-        kept.skipped = f"failed: {error}"
-        teams.pop(kept.contender.name)
-
-
-def states_nbytes(workload: Workload) -> int:
-    """Of parameters and two states of Adam, in fp32."""
-    from .workload import build_model
-
-    model = build_model(dataclasses.replace(workload, meta=True))
-    return 12 * sum(param.numel() for param in model.parameters())
 
 
 def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     """Save, load, save in the background, and (zeroshard) what memory and disk give by themselves. nbytes: about those saved."""
     path = str(folder)
     _settle()
-    before = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
+    before = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
     _settle()
     saved = team.ask("save", path)
     begin = time.monotonic()
@@ -170,7 +156,7 @@ def _take_turn(kept: Kept, team: Team, folder: Path, nbytes: int) -> None:
     kept.nbytes, kept.extra_nbytes = written_nbytes(path), max(kept.extra_nbytes, *(s.extra_nbytes for s in saved))
     if kept.contender.kind == "zs":
         _settle()
-        after = bandwidth(team.ask("write_bulk", nbytes // team_size(team)))
+        after = bandwidth(team.ask("write_bulk", nbytes // len(team.pids)))
         kept.engine_nbytes_per_s.append((before + after) / 2)
     _settle()
     drop_page_cache()
@@ -198,11 +184,6 @@ def _settle() -> None:
     time.sleep(_SETTLE_S)
 
 
-def team_size(team: Team) -> int:
-    """Ranks of a team."""
-    return len(team.pids)
-
-
 def drop_page_cache() -> bool:
     """Forget what the kernel keeps of files; whether it let us."""
     try:
@@ -215,28 +196,25 @@ def drop_page_cache() -> bool:
 
 def sheet(result: Kepts) -> Sheet:
     """One size as a table."""
-    rows = []
-    for kept in result.kept:
-        if not kept.ran:
-            continue
-        theirs = [result.of(kind) for kind in ("fsdp2", "ds")]
-        rows.append(
-            [
-                kept.contender.label,
-                f"{statistics.median(kept.save_s):.2f}",
-                f"{statistics.median(kept.load_s):.2f}",
-                f"{kept.load_s[0]:.2f}",
-                *(number(t and kept.total_s / t.total_s, "{:.2f}") for t in theirs),
-                f"{kept.nbytes / 1e9:.2f}",
-                f"{kept.nbytes_per_s / 1e9:.2f}",
-                number(statistics.median(kept.engine_nbytes_per_s) / 1e9 if kept.engine_nbytes_per_s else None, "{:.2f}"),
-                number(statistics.median(kept.stall_s) * 1e3 if kept.stall_s else None, "{:.0f}"),
-                number(statistics.median(kept.lost_s) * 1e3 if kept.lost_s else None, "{:.0f}"),
-                number(statistics.median(kept.copy_s) * 1e3 if kept.copy_s else None, "{:.0f}"),
-                f"{kept.extra_nbytes / 2**20:.0f}",
-            ]
-        )
-    headings = ("save s", "load s", "first s", "/DCP", "/DS3", "GB", "GB/s", "engine GB/s", "stall ms", "lost ms", "copy ms", "extra MiB")
+
+    def middle(name: str, scale: float = 1.0, form: str = ".2f") -> tuple[Callable[[Kept], float | None], str, float]:
+        return lambda kept: median(getattr(kept, name)) if getattr(kept, name) else None, form, scale
+
+    columns = (
+        Column("", lambda kept: kept.contender.label),
+        Column("save s", *middle("save_s")),
+        Column("load s", *middle("load_s")),
+        Column("first s", lambda kept: kept.load_s[0], ".2f"),
+        Column("/DCP", lambda kept: result.to_peer(kept, "fsdp2"), ".2f"),
+        Column("/DS3", lambda kept: result.to_peer(kept, "ds"), ".2f"),
+        Column("GB", attrgetter("nbytes"), ".2f", 1 / GB),
+        Column("GB/s", attrgetter("nbytes_per_s"), ".2f", 1 / GB),
+        Column("engine GB/s", *middle("engine_nbytes_per_s", 1 / GB)),
+        Column("stall ms", *middle("stall_s", 1e3, ".0f")),
+        Column("lost ms", *middle("lost_s", 1e3, ".0f")),
+        Column("copy ms", *middle("copy_s", 1e3, ".0f")),
+        Column("extra MiB", attrgetter("extra_nbytes"), ".0f", 1 / MIB),
+    )
     notes = [
         ("save: until the bytes are on the disk; load: " + ("from the disk." if result.cold else "from the page cache."), PLAIN),
         ("first: the first load, for which there are no buffers yet that saves in the background have touched.", PLAIN),
@@ -244,7 +222,8 @@ def sheet(result: Kepts) -> Sheet:
         ("stall: training held up by a save in the background; lost: by which it and the next step exceed a step.", PLAIN),
     ]
     notes += [(f"{k.contender.label}: {k.skipped}", WARNING) for k in result.kept if k.skipped]
-    return Sheet(f"Checkpoints, {result.size} parameters with Adam states", headings, rows, notes)
+    ran = [kept for kept in result.kept if kept.ran]
+    return Sheet.of(f"Checkpoints, {result.size} parameters with Adam states", columns, ran, notes)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -252,7 +231,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.checkpoints", description=__doc__.splitlines()[0])
     parser.add_argument("--path", required=True, help="folder on a local disk")
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, help="default: " + ", ".join(f"{size}: {usual}" for size, (*_, usual) in SIZES.items()))
+    usual = ", ".join(f"{size}: {rounds}" for size, (*_, rounds) in SIZES.items())
+    parser.add_argument("--rounds", type=int, help=f"default: {usual}")
     parser.add_argument("--only", default="", help="contenders, separated by commas")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
@@ -263,14 +243,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
     Path(given.path).mkdir(parents=True, exist_ok=True)
     results = run(given.path, sizes, given.rounds, only=only)
-    from rich.console import Console
-
-    console = Console(width=135)
     for result in results:
-        sheet(result).show(console)
-        for goal in result.goals:
-            sign = ">=" if goal.at_least else "<="
-            console.print(f"{goal.text}: {number(goal.value, '{:.3f}')} ({sign} {goal.limit:g}) {goal.verdict}", markup=False)
+        show(sheet(result), goals_sheet(result.goals))
     if given.json:
         given.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     return 0

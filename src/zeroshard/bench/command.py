@@ -7,8 +7,8 @@
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections host              the micro-benchmarks only
 
-Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses disagree or a
-contender that was started failed; a missed goal is reported, not an error.
+Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
+disagree or a contender that was started failed; a missed goal is reported, not an error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
 
 from ..cli.arguments import Parser, UsageError
+from ..errors import SwapError
+from ..io.swap_folder import SwapFolder
+from . import checkpoints, cpu_adam, disk, gpu, host_overhead, plot, report, statistics
+from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
+from .race import race
+from .report import NOT_ASKED, Results
+from .tables import make_console
 
-if TYPE_CHECKING:
-    from .report import Results
-
-TABLE_COLUMNS = 125
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
-SECTIONS = {
+NO_DISK = "no folder on a local disk; name one with --path"
+SECTIONS = {  # in the order in which they are run
     "cpu": "step time and memory on CPU ranks",
     "tiers": "the same with states on the host and on disk",
     "host": "micro-benchmarks of the host's work",
@@ -43,6 +49,9 @@ SECTIONS = {
     "gpu": "one GPU: each tier, and the largest models",
 }
 QUICK_SECTIONS = ("cpu", "host", "gpu")
+
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -57,26 +66,24 @@ class Plan:
     sections: tuple[str, ...]
     quick: bool
     largest_s: float
+    out: Path
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
-    arguments = _parser().parse(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse(sys.argv[1:] if argv is None else argv)
     try:
-        plan = _plan(arguments)
+        plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
     import matplotlib  # noqa: F401  # now, and not at the end, where it is drawn with
-    from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:  # a log file: do not fold tables at 80 columns
-        console = Console(width=TABLE_COLUMNS)
-    out: Path = getattr(arguments, "out", Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"))
-    out.mkdir(parents=True, exist_ok=True)
-    with swap_folder(getattr(arguments, "path", None), out) as path:
-        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), out, console)
-    return _finish(results, out, console)
+    console = make_console()
+    plan.out.mkdir(parents=True, exist_ok=True)
+    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
+    with swap_folder(given.path, plan.out) as path:
+        results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
+    return _finish(results, plan.out, console)
 
 
 def _parser() -> Parser:
@@ -86,14 +93,14 @@ def _parser() -> Parser:
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
         + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
     )
-    add, unset = parser.add_argument, argparse.SUPPRESS
+    add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precision", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
-    add("--sections", type=_names, default=unset, metavar="LIST", help=f"what to measure (default: all). {sections}")
+    add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
     rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
-    add("--rounds", type=int, default=unset, help=rounds)
+    add("--rounds", type=int, help=rounds)
     add("--steps", type=int, default=2, help="steps of a turn")
     add("--warmup", type=int, default=3, help="steps before measuring")
     add("--ranks", type=int, default=2, help="processes of each contender")
@@ -102,9 +109,9 @@ def _parser() -> Parser:
         add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
     add("--seed", type=int, default=1234, help="of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--path", default=unset, metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
+    add("--path", metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
-    add("--out", type=Path, default=unset, help="folder of the results (default: runs/bench-<time>)")
+    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
 
 
@@ -114,37 +121,28 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     shape = ModelShape(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(ModelShape)})
-    workload = Workload(
-        shape=shape,
-        sequences=arguments.sequences,
-        ranks=arguments.ranks,
-        seed=arguments.seed,
-        pin_cores=arguments.pin_cores,
-    )
-    sections = getattr(arguments, "sections", QUICK_SECTIONS if arguments.quick else tuple(SECTIONS))
+    same = {name: getattr(arguments, name) for name in ("sequences", "ranks", "seed", "pin_cores")}
+    usual_sections, usual_rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if arguments.quick else (tuple(SECTIONS), ROUNDS)
+    sections = usual_sections if arguments.sections is None else arguments.sections
     lists = ((arguments.precision, PRECISIONS, "--precision"), (sections, SECTIONS, "--sections"))
     for given, known, flag in lists:
         if unknown := set(given) - set(known):
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
     if not 0 <= arguments.largest_seconds < math.inf:
         raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
-    rounds = Rounds(
-        warmup=arguments.warmup,
-        rounds=getattr(arguments, "rounds", QUICK_ROUNDS if arguments.quick else ROUNDS),
-        steps=arguments.steps,
-    )
-    count = getattr(arguments, "rounds", TIERS_ROUNDS)
-    tiers_rounds = dataclasses.replace(rounds, rounds=count, memory_steps=1, lead_in=1)
+    counts = [usual if arguments.rounds is None else arguments.rounds for usual in (usual_rounds, TIERS_ROUNDS)]
+    rounds = Rounds(warmup=arguments.warmup, rounds=counts[0], steps=arguments.steps)
     tiers = select(arguments.only, arguments.precision, among=TIER_CONTENDERS)
     return Plan(
-        workload=workload,
+        workload=Workload(shape=shape, **same),
         rounds=rounds,
-        tiers_rounds=tiers_rounds,
+        tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
         contenders=select(arguments.only, arguments.precision, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
+        out=arguments.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"),
     )
 
 
@@ -154,9 +152,6 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
     Raises UsageError if a folder was named and cannot be used.
     """
-    from ..errors import SwapError
-    from ..io.swap_folder import SwapFolder
-
     try:
         SwapFolder(given or out, rank=0, needed_nbytes=0).close()
     except SwapError as error:
@@ -168,69 +163,76 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
         yield folder
 
 
-def _measure(plan: Plan, out: Path, console) -> Results:
-    from . import host_overhead, programs
-    from .race import race
-    from .report import Results
+def _measure(plan: Plan, say: Say) -> Results:
+    fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
+    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _disk, _checkpoints, _gpu), strict=True):
+        if section in plan.sections:
+            try:
+                fields |= run(plan, say)
+            except Unmeasured as error:
+                fields["skipped"][section] = str(error)
+    return Results(plan.workload, plan.rounds, tiers_rounds=plan.tiers_rounds, **fields)
 
-    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
-    outcomes, tiers, host = [], [], None
-    if "cpu" in plan.sections:
-        # One heat per precision: the sleeping teams of both would need twice the memory.
-        for precision in PRECISIONS:
-            heat = [c for c in plan.contenders if c.precision == precision]
-            if heat:
-                say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
-                outcomes += race(heat, plan.workload, plan.rounds, out / "logs", say)
-    if "tiers" in plan.sections and not plan.tier_contenders:
+
+# Each section gives fields of Results; Unmeasured: it cannot be measured here.
+
+
+def _cpu(plan: Plan, say: Say) -> dict[str, Any]:
+    outcomes = []
+    for precision in PRECISIONS:  # one heat each: the sleeping teams of both would need twice the memory
+        heat = [c for c in plan.contenders if c.precision == precision]
+        if heat:
+            say(f"{precision}: {len(heat)} contenders, {plan.rounds.rounds} rounds of {plan.rounds.steps} steps")
+            outcomes += race(heat, plan.workload, plan.rounds, plan.out / "logs", say)
+    return {"outcomes": outcomes}
+
+
+def _tiers(plan: Plan, say: Say) -> dict[str, Any]:
+    if not plan.tier_contenders:
         say("tiers: none of the chosen contenders offloads anything")
-    elif "tiers" in plan.sections:
-        say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
-        tiers = race(plan.tier_contenders, plan.workload, plan.tiers_rounds, out / "logs-tiers", say)
-    if "host" in plan.sections:
-        say("micro-benchmarks without communication")
-        host = host_overhead.measure(repeats=20 if plan.quick else 60)
-    measured = programs.measure(plan.sections, plan.workload.swap_path, out / "logs", say)
-    kepts = []
-    if "checkpoints" in plan.sections and plan.workload.swap_path is None:
-        say("checkpoints: no folder on a local disk; name one with --path")
-    elif "checkpoints" in plan.sections:
-        from . import checkpoints
-
-        kepts = checkpoints.run(plan.workload.swap_path, log_dir=out / "logs-checkpoints", say=say)
-    gpu = _measure_gpu(plan, out, say)
-    return Results(
-        plan.workload, plan.rounds, outcomes, host, **gpu, tiers=tiers, tiers_rounds=plan.tiers_rounds, programs=measured,
-        checkpoints=kepts,
-    )  # fmt: skip
+        return {}
+    say(f"tiers: {len(plan.tier_contenders)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
+    return {"tiers": race(plan.tier_contenders, plan.workload, plan.tiers_rounds, plan.out / "logs-tiers", say)}
 
 
-def _measure_gpu(plan: Plan, out: Path, say: Callable[[str], None]) -> dict[str, object]:
-    """Fields of Results."""
-    from .report import NOT_ASKED
+def _host(plan: Plan, say: Say) -> dict[str, Any]:
+    say("micro-benchmarks without communication")
+    return {"host": host_overhead.measure(20 if plan.quick else 60, plan.out / "logs" / "host.log")}
 
-    nothing = {"gpu_workload": None, "gpu_outcomes": []}
-    if "gpu" not in plan.sections:
-        return nothing | {"gpu_skipped": NOT_ASKED}
-    import torch
 
+def _hostadam(plan: Plan, say: Say) -> dict[str, Any]:
+    say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
+    return {"hostadam": apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")}
+
+
+def _disk(plan: Plan, say: Say) -> dict[str, Any]:
+    if plan.workload.swap_path is None:
+        raise Unmeasured(NO_DISK)
+    say("file engine beside dd and fio")
+    what = plan.workload.swap_path, disk.SECTION_NBYTES, disk.SECTION_ROUNDS
+    return {"disk": apart(disk.run, *what, log_file=plan.out / "logs" / "disk.log")}
+
+
+def _checkpoints(plan: Plan, say: Say) -> dict[str, Any]:
+    if plan.workload.swap_path is None:
+        raise Unmeasured(NO_DISK)
+    return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
+
+
+def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
     if not torch.cuda.is_available():
-        return nothing | {"gpu_skipped": "no CUDA device"}
-    from . import gpu
-
+        return {"gpu_skipped": "no CUDA device"}
     seed, path = plan.workload.seed, plan.workload.swap_path
-    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, out / "logs-gpu", say)
-    largest = {}
+    workload, outcomes = gpu.measure_speed(plan.rounds, seed, path, plan.out / "logs-gpu", say)
+    found = {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None}
     if plan.largest_s and not plan.quick:
         say("GPU: the largest model of each")
-        largest = gpu.measure_largest(seed, path, out / "logs-largest", say, plan.largest_s)
-    return {"gpu_workload": workload, "gpu_outcomes": outcomes, "gpu_skipped": None, "gpu_largest": largest}
+        found["gpu_largest"] = gpu.measure_largest(seed, path, plan.out / "logs-largest", say, plan.largest_s)
+    return found
 
 
 def _finish(results: Results, out: Path, console) -> int:
     """Print, write, draw; returns the exit code."""
-    from . import plot, report
-
     report.print_results(results, console)
     report.write_json(results, out / "results.json")
     report.write_markdown(results, out / "results.md")
@@ -248,8 +250,4 @@ def _finish(results: Results, out: Path, console) -> int:
 
 def _exit_code(results: Results) -> int:
     """1 where the numbers cannot be trusted: a contender failed, or computed something else."""
-    from . import statistics
-
-    failed = any(o.failed for race in results.races for o in race)
-    disagree = any(statistics.losses_agree(race) is False for race in results.races)
-    return int(failed or disagree)
+    return int(any(statistics.losses_agree(race) is False or any(o.failed for o in race) for race in results.races))

@@ -17,20 +17,21 @@ import contextlib
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
 
 import torch
 from torch import Tensor, nn
 
+import zeroshard as zs
+
+from ..zero.runtime import runtime_of
 from . import checkpoint_contenders
+from .checkpoint_contenders import Keeper
+from .overlap import Recorder
 from .plan import Contender, Workload
 from .workload import blocks, build_model, build_optimizer, optimizer_options
-
-if TYPE_CHECKING:
-    from .checkpoint_contenders import Keeper
-    from .overlap import Recorder
 
 Bytes = dict[str, int]
 
@@ -55,7 +56,7 @@ class Trainer:
         settings: what differs from the library's defaults, for the record.
         moved: bytes so far between tiers, by link.
         quiet: waits until this rank neither reads nor writes files.
-        keeper: how it saves and loads (keepers.py).
+        keeper: how it saves and loads (checkpoint_contenders.py).
         recorder: a context that records copies and computation on CUDA (overlap.py), where there is something to see.
         close: removes files.
     """
@@ -68,11 +69,6 @@ class Trainer:
     recorder: Callable[[], Recorder] | None = None
     close: Callable[[], None] = lambda: None
     keeper: Callable[[], Keeper] | None = None
-
-
-def build(contender: Contender, workload: Workload) -> Trainer:
-    """Set a contender up; the process group exists already."""
-    return _BUILDERS[contender.kind](contender, workload)
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None):
@@ -103,23 +99,16 @@ def _build_local(contender: Contender, workload: Workload) -> Trainer:
 
 
 def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
-    model = nn.parallel.DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True)
-    optimizer = build_optimizer(model.parameters(), workload)
     settings = {"gradient_as_bucket_view": True}
-    return Trainer(_plain_step(model, optimizer, _autocast(contender, workload)), settings=settings)
+    model = nn.parallel.DistributedDataParallel(build_model(workload), **settings)
+    if contender.kind == "ddp":
+        optimizer = build_optimizer(model.parameters(), workload)
+    else:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
 
-
-def _build_ddp_zero(contender: Contender, workload: Workload) -> Trainer:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = nn.parallel.DistributedDataParallel(build_model(workload), gradient_as_bucket_view=True)
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        optimizer_class=torch.optim.AdamW,
-        parameters_as_bucket_view=True,
-        **optimizer_options(workload),
-    )
-    settings = {"gradient_as_bucket_view": True, "parameters_as_bucket_view": True}
+        settings["parameters_as_bucket_view"] = True
+        options = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
     return Trainer(_plain_step(model, optimizer, _autocast(contender, workload)), settings=settings)
 
 
@@ -159,9 +148,7 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
     with sharded_at_birth:
         model = build_model(dataclasses.replace(workload, meta=False))
     optimizer = None if contender.offload else build_optimizer(model.parameters(), workload)
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, model_parameters=model.parameters(), config=settings
-    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=model.parameters(), config=settings)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = engine(tokens, targets)
@@ -197,18 +184,12 @@ def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, o
 
 
 def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
-    import zeroshard as zs
-
-    from ..zero.runtime import runtime_of
-    from .overlap import Recorder
-
     model = build_model(workload)
     optimizer = build_optimizer(model.parameters(), workload)
     offload = OFFLOADS[contender.offload]
     path = workload.swap_path if contender.on_disk else None
-    model, optimizer = zs.shard(
-        model, optimizer, stage=contender.stage, precision=contender.precision, offload_path=path, **offload
-    )
+    options = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
+    model, optimizer = zs.shard(model, optimizer, **options)
 
     def at_rest() -> dict[str, Bytes]:
         report = zs.report(model)
@@ -245,10 +226,10 @@ def _file_nbytes() -> list[str] | None:
     return [line for line in lines if line.startswith(("read_bytes", "write_bytes"))]
 
 
-_BUILDERS = {
+BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # each sets a contender up; the process group exists already
     "local": _build_local,
     "ddp": _build_ddp,
-    "ddp+zero": _build_ddp_zero,
+    "ddp+zero": _build_ddp,
     "fsdp2": _build_fsdp2,
     "ds": _build_deepspeed,
     "zs": _build_zeroshard,

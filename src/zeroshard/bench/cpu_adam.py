@@ -21,28 +21,41 @@ in the same place, and its bf16 mode, which has no masters: 22 bytes, other resu
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..cli.arguments import Parser, UsageError
 from ..io.aligned import empty_aligned
 from ..optim import cpu_kernels
+from .micro_benchmark import median_ratio, take_turns
 from .statistics import BUSY_CORE_SHARE
+from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
+from .worker import one_line
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
 CHUNK_EXPONENTS = range(14, 21)
+SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # of `zeroshard bench`; 512 MB a memory copy moves: far beyond any cache
+COLUMNS = (
+    Column("", itemgetter("name")),
+    Column("ms", itemgetter("ms"), ".1f"),
+    Column("bytes/param", itemgetter("bytes_per_parameter"), "d"),
+    Column("GB/s", itemgetter("gb_s"), ".1f"),
+    Column("Gparam/s", itemgetter("g_parameters_s"), ".3f"),
+    Column("x time of ours", itemgetter("ratio"), ".2f"),
+    Column("does", itemgetter("what")),
+)
 GOALS = (  # name of the peer, what is compared, at least
     (COPY, "bytes/s of the update over bytes/s of a memory copy", 0.9),
     (DEEPSPEED, "speed over DeepSpeed's CPUAdam, same job", 1.0),
@@ -90,9 +103,7 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
     state = memory.state(torch.zeros(()))
 
     def job(chunk: int | None = None, team: cpu_kernels.Team | None = team) -> None:
-        cpu_kernels.step_stretch(
-            kernel, memory.master, memory.grad, state, options, out=memory.out, team=team, chunk=chunk
-        )
+        cpu_kernels.step_stretch(kernel, memory.master, memory.grad, state, options, out=memory.out, team=team, chunk=chunk)
 
     def alone() -> None:
         cpu_kernels.step_stretch(kernel, memory.master, memory.grad32, state, options, team=team)
@@ -102,15 +113,9 @@ def _zeroshard(memory: Memory, threads: int, team: cpu_kernels.Team, chunks: boo
         Contender(f"{OURS} kernel", 28, "fp32 gradients given, no bf16 parameters", alone),
     ]
     if threads > 1:
-        joint = partial(job, None, None)
-        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", joint))
-    for exponent in CHUNK_EXPONENTS if chunks else ():
-        found.append(Contender(f"{OURS} 2^{exponent}", 28, "chunks of so many parameters", partial(job, 1 << exponent)))
-    return found
-
-
-def _copy(memory: Memory) -> list[Contender]:
-    return [Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))]
+        found.append(Contender(f"{OURS} joint", 28, "torch's threads on one chunk at a time", partial(job, None, None)))
+    lengths = CHUNK_EXPONENTS if chunks else ()
+    return found + [Contender(f"{OURS} 2^{e}", 28, "chunks of so many parameters", partial(job, 1 << e)) for e in lengths]
 
 
 def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer: Any) -> list[Contender]:
@@ -155,21 +160,16 @@ def _peers(memory: Memory, deepspeed: bool) -> tuple[list[Contender], list[dict]
         try:
             found += _deepspeed(memory)
         except Exception as error:  # no package, no compiler, no ninja: each with an error of its own
-            skipped = [{"name": DEEPSPEED, "skipped": f"{type(error).__name__}: {error}".splitlines()[0]}]
+            skipped = [{"name": DEEPSPEED, "skipped": one_line(error)}]
     found += _torch(memory, FUSED, fused=True) + _torch(memory, FOREACH, foreach=True)
     return found, skipped
 
 
 @torch.no_grad()
 def measure(
-    numel: int = 1 << 26,
-    rounds: int = 7,
-    *,
-    threads: int = 1,
-    deepspeed: bool = True,
-    chunks: bool = False,
-    huge_pages: bool = False,
-) -> list[dict[str, Any]]:
+    numel: int = 1 << 26, rounds: int = 7, *, threads: int = 1,
+    deepspeed: bool = True, chunks: bool = False, huge_pages: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """One row per contender.
 
     Keys: name, what, threads, core_share (of its threads' cores, while it stepped), ms, bytes_per_parameter, gb_s (1e9
@@ -179,17 +179,19 @@ def measure(
     with closing(cpu_kernels.Team(threads)) as team, cpu_kernels.stepping_threads(threads):
         memory = Memory(numel, huge_pages=True)
         peers, skipped = _peers(Memory(numel, huge_pages=False) if not huge_pages else memory, deepspeed)
-        contenders = _zeroshard(memory, threads, team, chunks) + _copy(memory) + peers
-        samples: dict[str, list[Sample]] = {contender.name: [] for contender in contenders}
-        for number in range(rounds + 1):  # the first warms up
-            # who follows whom changes: a large cache holds what the last one left
-            for contender in random.Random(number).sample(contenders, len(contenders)):
-                start = time.perf_counter(), time.process_time()
-                contender.step()
-                sample = Sample(time.perf_counter() - start[0], time.process_time() - start[1])
-                if number:
-                    samples[contender.name].append(sample)
+        copy = Contender(COPY, 16, "copy_ within a working set as large", lambda: memory.target.copy_(memory.source))
+        contenders = [*_zeroshard(memory, threads, team, chunks), copy, *peers]
+        samples = take_turns({c.name: partial(_sample, c.step) for c in contenders}, rounds, warmup=1)
     return [_row(c, samples[c.name], samples[OURS], numel, threads) for c in contenders] + skipped
+
+
+def measure_section() -> dict[int, list[dict[str, Any]]]:
+    """Rows by number of threads, of one thread and of all cores."""
+    return {threads: measure(SECTION_NUMEL, SECTION_ROUNDS, threads=threads) for threads in thread_counts()}
+
+
+def thread_counts() -> list[int]:
+    return sorted({1, cpu_kernels.host_threads(1)})
 
 
 @dataclass(frozen=True)
@@ -200,86 +202,70 @@ class Sample:
     cpu_s: float
 
 
+def _sample(step: Callable[[], object]) -> Sample:
+    wall, cpu = time.perf_counter(), time.process_time()
+    step()
+    return Sample(time.perf_counter() - wall, time.process_time() - cpu)
+
+
 def _row(contender: Contender, samples: list[Sample], ours: list[Sample], numel: int, threads: int) -> dict[str, Any]:
-    median_s, nbytes = statistics.median(s.wall_s for s in samples), contender.bytes_per_parameter
+    median_s, nbytes = median(s.wall_s for s in samples), contender.bytes_per_parameter
     updates = contender.name != COPY
     return {
         "name": contender.name,
         "what": contender.what,
         "threads": threads,
-        "core_share": statistics.median(s.cpu_s / (threads * s.wall_s) for s in samples),
+        "core_share": median(s.cpu_s / (threads * s.wall_s) for s in samples),
         "ms": 1e3 * median_s,
         "bytes_per_parameter": nbytes,
         "gb_s": None if nbytes is None else nbytes * numel / median_s / 1e9,
         "g_parameters_s": numel / median_s / 1e9 if updates else None,
-        "ratio": statistics.median(a.wall_s / b.wall_s for a, b in zip(samples, ours, strict=True))
-        if updates
-        else None,
+        "ratio": median_ratio([s.wall_s for s in samples], [s.wall_s for s in ours]) if updates else None,
     }
 
 
-def goals(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """text, value (None: not measured), limit and verdict of each goal, from the rows of one `measure`."""
+def goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    """From the rows of one `measure`."""
     by_name = {row["name"]: row for row in rows if "ms" in row}
-    found = []
+    ours, found = by_name[OURS], []
     for peer, text, limit in GOALS:
-        row, value = by_name.get(peer), None
-        if row is not None:
-            value = by_name[OURS]["gb_s"] / row["gb_s"] if peer == COPY else row["ratio"]
-        verdict = "not measured" if value is None else "met" if value >= limit else "missed"
-        found.append({"text": text, "value": value, "limit": limit, "verdict": verdict})
+        row = by_name.get(peer)
+        value = None if row is None else ours["gb_s"] / row["gb_s"] if peer == COPY else row["ratio"]
+        found.append(Goal(f"host Adam, {_threads(ours)}: {text}", value, limit, "hostadam", at_least=True))
     return found
 
 
-def print_rows(rows: list[dict[str, Any]], console: Any) -> None:
-    """A table of the rows, and the goals."""
-    from rich import box
-    from rich.table import Table
-
-    threads = rows[0]["threads"]
-    table = Table(title=f"Host Adam, {threads} thread{'s' * (threads > 1)}", box=box.SIMPLE, title_justify="left")
-    for column in ("", "ms", "bytes/param", "GB/s", "Gparam/s", "x time of ours"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    table.add_column("does")
-    for row in rows:
-        if "skipped" in row:
-            table.add_row(row["name"], *[""] * 5, f"skipped: {row['skipped']}")
-            continue
-        shown = ((row["ms"], ".1f"), (row["bytes_per_parameter"], "d"), (row["gb_s"], ".1f"))
-        shown += ((row["g_parameters_s"], ".3f"), (row["ratio"], ".2f"))
-        table.add_row(row["name"], *("-" if v is None else format(v, form) for v, form in shown), row["what"])
-    console.print(table)
-    share = max(row["core_share"] for row in rows if "ms" in row)
+def sheet(rows: list[dict[str, Any]]) -> Sheet:
+    """The rows of one `measure` as a table."""
+    measured = [row for row in rows if "ms" in row]
+    notes = [(f"{row['name']}: skipped: {row['skipped']}", WARNING) for row in rows if "skipped" in row]
+    share = max(row["core_share"] for row in measured)
     if share < BUSY_CORE_SHARE:
-        console.print(f"The machine was busy (this process got {share:.0%} of its cores): not to be trusted.")
-    for goal in goals(rows):
-        value = "" if goal["value"] is None else f"{goal['value']:.2f}, "
-        console.print(f"{goal['text']}: {value}goal at least {goal['limit']}: {goal['verdict']}")
+        notes.append((f"The machine was busy: this process got {share:.0%} of its cores. Run again.", WARNING))
+    return Sheet.of(f"Host Adam, bf16 gradients to bf16 parameters, {_threads(rows[0])}", COLUMNS, measured, notes)
+
+
+def _threads(row: dict[str, Any]) -> str:
+    return f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; see the head of this file."""
-    parser = Parser(prog="python -m zeroshard.bench.cpu_adam", description="Measure the host's Adam step.")
+    parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.cpu_adam", description="Measure the host's Adam step.")
     add = parser.add_argument
-    add("--millions", type=int, default=64, help="parameters, in units of 2^20")
-    add("--rounds", type=int, default=7, help="timed steps of each contender")
-    add("--threads", type=int, nargs="+", default=None, help="thread counts; default: 1 and the number of cores")
+    add("--millions", type=int, default=64, help="parameters, in units of 2^20 (default: 64)")
+    add("--rounds", type=int, default=7, help="timed steps of each contender (default: 7)")
+    add("--threads", type=int, nargs="+", default=thread_counts(), help="thread counts; default: 1 and the number of cores")
     add("--chunks", action="store_true", help="zeroshard over chunk lengths as well")
     add("--huge-pages", action="store_true", help="the peers' tensors in 2 MiB pages, too")
     add("--no-deepspeed", action="store_true", help="leave DeepSpeed out (its extension takes a minute to build once)")
-    try:
-        given = parser.parse(sys.argv[1:] if argv is None else argv)
-        if min(given.millions, given.rounds, *(given.threads or [1])) < 1:
-            raise UsageError("expected --millions, --rounds and --threads of at least 1")
-    except UsageError as error:
-        print(error, file=sys.stderr)
-        return 2
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    for threads in given.threads or sorted({1, cpu_kernels.host_threads(1)}):
-        how = {"deepspeed": not given.no_deepspeed, "chunks": given.chunks, "huge_pages": given.huge_pages}
-        print_rows(measure(given.millions << 20, given.rounds, threads=threads, **how), console)
+    given = parser.parse_args(argv)
+    if min(given.millions, given.rounds, *given.threads) < 1:
+        parser.error("expected --millions, --rounds and --threads of at least 1")
+    how = {"deepspeed": not given.no_deepspeed, "chunks": given.chunks, "huge_pages": given.huge_pages}
+    for threads in given.threads:
+        rows = measure(given.millions << 20, given.rounds, threads=threads, **how)
+        show(sheet(rows), goals_sheet(goals(rows)))
     return 0
 
 

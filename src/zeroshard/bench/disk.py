@@ -15,26 +15,28 @@ import argparse
 import functools
 import json
 import os
-import random
 import re
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 
 from torch import Tensor
 
 from ..io.aligned import empty_aligned
 from ..io.async_file import Engine, File
 from ..io.swap_folder import SwapFolder
+from .micro_benchmark import seconds, take_turns
+from .tables import PLAIN, WARNING, Column, Goal, Sheet, goals_sheet, show
 
 GOAL = 0.95  # of the best other program
 ENGINE = "engine"
 MIB = 1 << 20
 ROUNDS, NBYTES = 5, 2 << 30
+SECTION_ROUNDS, SECTION_NBYTES = 4, 1 << 29  # of `zeroshard bench`
+MODES = ("write", "read")
 DD_BLOCKS_MIB = (1, 4, 16)
 FIO_RUNS = (("libaio", 1, 8), ("libaio", 4, 4), ("psync", 4, 1))  # I/O engine, block in MiB, queue depth
 
@@ -65,29 +67,28 @@ def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUND
         programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
         programs |= _others(Path(file.path), nbytes)
         engine.write(file, 0, memory).wait()  # what follows overwrites, as steps do
-        speeds: dict[bool, dict[str, list[float]]] = {writes: {n: [] for n in programs} for writes in (True, False)}
-        order = list(programs)
-        for number in range(rounds):
-            random.Random(number).shuffle(order)
-            for name in order:
-                for writes in (True, False):
-                    speeds[writes][name].append(nbytes / programs[name](writes) / 1e9)
+        turns = {name: functools.partial(_turn, program, nbytes) for name, program in programs.items()}
+        speeds = take_turns(turns, rounds)
         result = {"path": str(path), "nbytes": nbytes, "rounds": rounds, "direct": file.direct}
-        return result | {"write": _result(speeds[True]), "read": _result(speeds[False])}
+    for index, mode in enumerate(MODES):
+        result[mode] = _result({name: [turn[index] for turn in of] for name, of in speeds.items()})
+    return result
+
+
+def _turn(program: Program, nbytes: int) -> tuple[float, ...]:
+    """GB/s of writing, then of reading."""
+    return tuple(nbytes / program(writes) / 1e9 for writes in (True, False))
 
 
 def _result(speeds: dict[str, list[float]]) -> dict:
-    median = {name: statistics.median(values) for name, values in speeds.items()}
-    others = [name for name in median if name != ENGINE]
-    best = max(others, key=median.__getitem__, default=None)
-    ratio = median[ENGINE] / median[best] if best else None
-    return {"gb_per_s": speeds, "median": median, "best_other": best, "ratio": ratio}
+    medians = {name: median(values) for name, values in speeds.items()}
+    best = max(medians.keys() - {ENGINE}, key=medians.__getitem__, default=None)
+    ratio = medians[ENGINE] / medians[best] if best else None
+    return {"gb_per_s": speeds, "median": medians, "best_other": best, "ratio": ratio}
 
 
 def _engine_s(engine: Engine, file: File, memory: Tensor, writes: bool) -> float:
-    begin = time.perf_counter()
-    (engine.write if writes else engine.read)(file, 0, memory).wait()
-    return time.perf_counter() - begin
+    return seconds(lambda: (engine.write if writes else engine.read)(file, 0, memory).wait())
 
 
 def _others(path: Path, nbytes: int) -> dict[str, Program]:
@@ -134,25 +135,25 @@ def _output(command: Sequence[str]) -> subprocess.CompletedProcess:
     return done
 
 
-def table(result: dict) -> str:
-    """The result as lines for people."""
-    how = "direct" if result["direct"] else "BUFFERED: this filesystem has no direct I/O"
-    lines = [f"{result['path']}: {result['nbytes'] / 2**30:g} GiB, {result['rounds']} rounds, {how}; GB/s"]
-    lines.append(f"{'':28s}{'write':>8s}{'(range)':>16s}{'read':>8s}{'(range)':>16s}")
-    for name in result["write"]["median"]:
-        line = f"{name:28s}"
-        for mode in ("write", "read"):
-            speeds = result[mode]["gb_per_s"][name]
-            line += f"{result[mode]['median'][name]:8.2f}{f'({min(speeds):.2f}-{max(speeds):.2f})':>16s}"
-        lines.append(line)
-    for mode in ("write", "read"):
-        ratio, best = result[mode]["ratio"], result[mode]["best_other"]
-        if ratio is None:
-            lines.append(f"{mode}: nothing to compare with; install dd or fio")
-        else:
-            verdict = "met" if ratio >= GOAL else "MISSED"
-            lines.append(f"{mode}: engine / {best} = {ratio:.2f} (goal: at least {GOAL}: {verdict})")
-    return "\n".join(lines)
+def goals(result: dict) -> list[Goal]:
+    """Of writing and reading."""
+    what = "file engine / best of dd and fio"
+    return [Goal(f"{what}, {mode}", result[mode]["ratio"], GOAL, "disk", at_least=True) for mode in MODES]
+
+
+def sheet(result: dict) -> Sheet:
+    """The result as a table."""
+
+    def speed(mode: str, name: str) -> str:
+        speeds = result[mode]["gb_per_s"][name]
+        return f"{result[mode]['median'][name]:.2f} ({min(speeds):.2f}-{max(speeds):.2f})"
+
+    how = "direct I/O" if result["direct"] else "BUFFERED: this filesystem has no direct I/O"
+    notes = [(f"median (range) of {result['rounds']} rounds, GB/s; one file of {result['nbytes'] / 2**30:g} GiB, {how}", PLAIN)]
+    if len(result["write"]["median"]) == 1:
+        notes.append(("nothing to compare with; install dd or fio", WARNING))
+    columns = [Column("", str), *(Column(mode, functools.partial(speed, mode)) for mode in MODES)]
+    return Sheet.of("File engine, dd and fio", columns, result["write"]["median"], notes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -168,7 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:  # SwapError is one
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(result) if arguments.json else table(result))
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        show(sheet(result), goals_sheet(goals(result)))
     return 0
 
 

@@ -52,12 +52,8 @@ def bandwidth(bursts: list[Burst]) -> float:
 class DiskProbe:
     """A file of this process, which nobody else sees, and the memory for one request of each kind."""
 
-    file: File
-
     def __init__(self, folder: str, nbytes: int = NBYTES) -> None:
-        name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
-        self.file = open_file(name, 2 * nbytes, create=True)  # the first half is written, the second read
-        os.unlink(name)
+        self.file = _hidden_file(folder, 2 * nbytes)  # the first half is written, the second read
         self.nbytes = nbytes
         self._move(writes=True, reads=False, at=nbytes)  # what was never written is read without the disk
 
@@ -78,25 +74,28 @@ class DiskProbe:
                     handles.append(engine.read(self.file, self.nbytes + offset, target))
             for handle in handles:
                 handle.wait()
-            end = time.monotonic()
-        return Burst(begin, end, len(handles) * size)
+            return Burst(begin, time.monotonic(), len(handles) * size)
 
 
 def write_bulk(folder: str, nbytes: int) -> Burst:
     """Write a new file of so many bytes, with its space taken beforehand, and sync it: the engine alone."""
-    name = Path(folder) / f".zeroshard-bulk-{os.getpid()}-{secrets.token_hex(4)}"
-    source = _noise(REQUEST_NBYTES)
-    begin = time.monotonic()
-    file = open_file(name, nbytes, create=True, reserve=True)
-    os.unlink(name)
+    source, begin = _noise(REQUEST_NBYTES), time.monotonic()
+    file = _hidden_file(folder, nbytes, reserve=True)
     with Engine() as engine:
-        handles = [engine.write(file, at, source[: min(REQUEST_NBYTES, nbytes - at)]) for at in range(0, nbytes, REQUEST_NBYTES)]
-        for handle in handles:
+        for handle in [engine.write(file, at, source[: nbytes - at]) for at in range(0, nbytes, REQUEST_NBYTES)]:
             handle.wait()
     file.sync()
     end = time.monotonic()
     file.close()
     return Burst(begin, end, nbytes)
+
+
+def _hidden_file(folder: str, nbytes: int, reserve: bool = False) -> File:
+    """It has no name any more, and goes with the process."""
+    name = Path(folder) / f".zeroshard-probe-{os.getpid()}-{secrets.token_hex(4)}"
+    file = open_file(name, nbytes, create=True, reserve=reserve)
+    os.unlink(name)
+    return file
 
 
 def _noise(nbytes: int) -> Tensor:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..memory.host_memory import available_nbytes
 from .plan import Contender, ModelShape, Rounds, Workload
 from .race import Outcome, Say, missing_reason, race
@@ -78,24 +80,19 @@ def search(
         if layers is None:
             return dataclasses.replace(found, complete=True)
         why = attempt(layers)
-        if why is None:
-            found = dataclasses.replace(found, fits=layers, trials=found.trials + 1)
-        else:
-            found = dataclasses.replace(found, fails=layers, why=why, trials=found.trials + 1)
+        news = {"fits": layers} if why is None else {"fails": layers, "why": why}
+        found = dataclasses.replace(found, **news, trials=found.trials + 1)
     return found
 
 
 def _next(found: Largest, first: int) -> int | None:
     """What to try, None where it is known well enough."""
     if found.fits is None:
-        if found.fails is None:
-            return first
-        return found.fails // 2 or None
+        return first if found.fails is None else found.fails // 2 or None
     if found.fails is None:
         return 2 * found.fits
-    if found.fails - found.fits <= max(1, found.fits // 8):
-        return None
-    return (found.fits + found.fails) // 2
+    known = found.fails - found.fits <= max(1, found.fits // 8)
+    return None if known else (found.fits + found.fails) // 2
 
 
 def parameters(shape: ModelShape) -> int:
@@ -120,8 +117,6 @@ def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
 
 def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Path, say: Say) -> tuple[Workload, list[Outcome]]:
     """The race on one GPU."""
-    import torch
-
     layers = min(SHAPE.layers, max(1, torch.cuda.mem_get_info()[1] >> 31))  # the sleepers' states stay on the device
     shape = dataclasses.replace(SHAPE, layers=layers)
     workload = Workload(shape=shape, sequences=4, ranks=1, seed=seed, device="cuda", swap_path=swap_path)
@@ -132,16 +127,12 @@ def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Pat
 
 def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, time_s: float = SEARCH_S) -> dict[str, Largest]:
     """By contender name. One that cannot run has no number, and says why."""
-    import torch
-
     device_nbytes = torch.cuda.mem_get_info()[1]
-    workload = Workload(
-        shape=WIDE_SHAPE, sequences=1, ranks=1, seed=seed, device="cuda", swap_path=swap_path, meta=True, checkpoint=True
-    )
+    how = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
+    workload = Workload(WIDE_SHAPE, sequences=1, ranks=1, **how)
     found = {}
     for contender in (*TIERS, *PEERS):
-        missing = missing_reason(contender, workload)
-        if missing is not None:
+        if missing := missing_reason(contender, workload):
             found[contender.name] = Largest(why=missing)
             continue
         disk_nbytes = shutil.disk_usage(swap_path).free if swap_path else 0

@@ -2,7 +2,7 @@
 
     python -m zeroshard.bench.larger_than_memory --parameters 2e9 --limit-gib 6 --path /folder/on/a/local/disk
 
-Starts ranks inside one enforced memory limit (cage.py), trains a GPT with everything on disk, and prints what it took:
+Starts ranks inside one enforced memory limit (cgroup_limit.py), trains a GPT with everything on disk, and prints what it took:
 memory at peak, bytes moved, and the time of a step beside its bound, bytes moved / measured bandwidth of the disk.
 ZeRO-Infinity, arXiv 2104.07857.
 """
@@ -13,7 +13,8 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -52,20 +53,24 @@ class Plan:
 
 
 @dataclass
-class Outcome:
-    """What a rank saw. seconds: of each step. moved_nbytes: by link, of the last step."""
+class Result:
+    """What one rank saw; `run` puts all ranks together. moved_nbytes: by link, of the last step."""
 
     parameters: int = 0
     states_nbytes: int = 0
-    seconds: list[float] = field(default_factory=list)
+    limit_nbytes: int = 0
+    peak_nbytes: int | None = None  # inside the limit, all ranks together
+    rss_peak_nbytes: int = 0  # shared pages counted once a rank
+    start_seconds: float = 0.0
+    step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     moved_nbytes: dict[str, int] = field(default_factory=dict)
-    start_seconds: float = 0.0
-    rss_peak_nbytes: int = 0
-    report: str = ""
+    read_nbytes_per_s: float = 0.0
+    write_nbytes_per_s: float = 0.0
+    bound_seconds: float = 0.0
 
 
-def _rank(rank: int, world_size: int, plan: Plan, cage: MemoryCage | None) -> Outcome:
+def _rank(rank: int, world_size: int, plan: Plan, cage: MemoryCage | None) -> Result:
     if cage is not None:
         cage.enter()
     dist.init_process_group("gloo")
@@ -80,7 +85,7 @@ def _rank(rank: int, world_size: int, plan: Plan, cage: MemoryCage | None) -> Ou
         model, optimizer, stage=3, precision="bf16", prefetch_nbytes=0, max_grad_norm=1.0, stall_timeout_s=600.0,
         offload_param=tier, offload_gradient=tier, offload_optimizer=tier,
     )  # fmt: skip
-    out = Outcome(start_seconds=time.monotonic() - begin)
+    out = Result(start_seconds=time.monotonic() - begin)
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, plan.shape().vocab_size, (1, plan.seq), generator=generator)
     process = psutil.Process()
@@ -91,62 +96,38 @@ def _rank(rank: int, world_size: int, plan: Plan, cage: MemoryCage | None) -> Ou
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        out.seconds.append(time.monotonic() - begin)
+        out.step_seconds.append(time.monotonic() - begin)
         out.losses.append(loss.item())
         moved = zs.report(model).moved
         out.moved_nbytes = {link: nbytes - before.get(link, 0) for link, nbytes in moved.items()}
         before = moved
         out.rss_peak_nbytes = max(out.rss_peak_nbytes, process.memory_info().rss)
         if rank == 0:
-            print(f"step {len(out.seconds)}: {out.seconds[-1]:.1f} s, loss {out.losses[-1]:.3f}", flush=True)
+            print(f"step {len(out.step_seconds)}: {out.step_seconds[-1]:.1f} s, loss {out.losses[-1]:.3f}", flush=True)
     report = zs.report(model)
-    out.parameters, out.states_nbytes, out.report = report.num_parameters, sum(report.at_rest.values()), str(report)
+    out.parameters, out.states_nbytes = report.num_parameters, sum(report.at_rest.values())
     runtime_of(model).tiers.close()  # nobody wants the values: remove the files without gathering them
     return out
-
-
-@dataclass(frozen=True)
-class Result:
-    """The table's numbers, of all ranks together where not said otherwise."""
-
-    parameters: int
-    states_nbytes: int
-    limit_nbytes: int
-    peak_nbytes: int | None  # in the cage
-    rss_peak_nbytes: int  # shared pages counted once a rank
-    start_seconds: float
-    step_seconds: list[float]
-    losses: list[float]
-    moved_nbytes: dict[str, int]
-    read_nbytes_per_s: float
-    write_nbytes_per_s: float
-    bound_seconds: float
 
 
 def run(plan: Plan) -> Result:
     """Train as planned. Raises where a rank fails: with a limit, also by exceeding it."""
     read, write = measure(plan.path)
-    if plan.limit_nbytes:
-        with MemoryCage(plan.limit_nbytes) as cage:
-            results = run_processes(_rank, plan.ranks, plan, cage, timeout_s=plan.timeout_s)
-            peak = cage.peak_nbytes()
-    else:
-        results, peak = run_processes(_rank, plan.ranks, plan, None, timeout_s=plan.timeout_s), None
-    moved = {link: sum(r.moved_nbytes[link] for r in results) for link in results[0].moved_nbytes}
-    bound = moved.get("disk -> host", 0) / read + moved.get("host -> disk", 0) / write
-    return Result(
-        parameters=results[0].parameters,
-        states_nbytes=sum(r.states_nbytes for r in results),
+    with MemoryCage(plan.limit_nbytes) if plan.limit_nbytes else nullcontext() as cage:
+        ranks = run_processes(_rank, plan.ranks, plan, cage, timeout_s=plan.timeout_s)
+        peak = None if cage is None else cage.peak_nbytes()
+    moved = {link: sum(r.moved_nbytes[link] for r in ranks) for link in ranks[0].moved_nbytes}
+    return replace(
+        ranks[0],
+        states_nbytes=sum(r.states_nbytes for r in ranks),
         limit_nbytes=plan.limit_nbytes,
         peak_nbytes=peak,
-        rss_peak_nbytes=sum(r.rss_peak_nbytes for r in results),
-        start_seconds=max(r.start_seconds for r in results),
-        step_seconds=results[0].seconds,
-        losses=results[0].losses,
+        rss_peak_nbytes=sum(r.rss_peak_nbytes for r in ranks),
+        start_seconds=max(r.start_seconds for r in ranks),
         moved_nbytes=moved,
         read_nbytes_per_s=read,
         write_nbytes_per_s=write,
-        bound_seconds=bound,
+        bound_seconds=moved.get("disk -> host", 0) / read + moved.get("host -> disk", 0) / write,
     )
 
 
@@ -154,37 +135,34 @@ def describe(result: Result) -> str:
     """The result as lines of text."""
     gib = lambda nbytes: "not limited" if not nbytes else f"{nbytes / 2**30:.2f} GiB"  # noqa: E731
     moved = ", ".join(f"{link} {nbytes / 1e9:.1f} GB" for link, nbytes in result.moved_nbytes.items())
-    last = result.step_seconds[-1]
-    return "\n".join(
-        [
-            f"parameters          {result.parameters:,}",
-            f"model states        {gib(result.states_nbytes)} ({result.states_nbytes / result.parameters:.1f} bytes a parameter), on disk",
-            f"memory limit        {gib(result.limit_nbytes)}, all ranks together",
-            f"memory at peak      {gib(result.peak_nbytes or 0)} (resident, summed over ranks: {gib(result.rss_peak_nbytes)})",
-            f"start               {result.start_seconds:.1f} s",
-            f"steps               {', '.join(f'{s:.1f}' for s in result.step_seconds)} s, losses {', '.join(f'{x:.3f}' for x in result.losses)}",
-            f"moved in a step     {moved}",
-            f"disk                read {result.read_nbytes_per_s / 1e9:.2f}, write {result.write_nbytes_per_s / 1e9:.2f} GB/s",
-            f"bound of a step     {result.bound_seconds:.1f} s (bytes / bandwidth): {last / result.bound_seconds:.2f} x reached",
-        ]
-    )
+    per_parameter = result.states_nbytes / result.parameters
+    reached = result.step_seconds[-1] / result.bound_seconds
+    rows = {
+        "parameters": f"{result.parameters:,}",
+        "model states": f"{gib(result.states_nbytes)} ({per_parameter:.1f} bytes a parameter), on disk",
+        "memory limit": f"{gib(result.limit_nbytes)}, all ranks together",
+        "memory at peak": f"{gib(result.peak_nbytes or 0)} (resident, summed over ranks: {gib(result.rss_peak_nbytes)})",
+        "start": f"{result.start_seconds:.1f} s",
+        "steps": f"{', '.join(f'{s:.1f}' for s in result.step_seconds)} s, losses {', '.join(f'{x:.3f}' for x in result.losses)}",
+        "moved in a step": moved,
+        "disk": f"read {result.read_nbytes_per_s / 1e9:.2f}, write {result.write_nbytes_per_s / 1e9:.2f} GB/s",
+        "bound of a step": f"{result.bound_seconds:.1f} s (bytes / bandwidth): {reached:.2f} x reached",
+    }
+    return "\n".join(f"{name:19s} {text}" for name, text in rows.items())
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.larger_than_memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=float, default=2e9)
-    parser.add_argument("--limit-gib", type=float, default=6.0, help="enforced on all ranks together; 0: none")
-    parser.add_argument("--path", required=True, help="folder on a local disk with some 20 bytes a parameter of room")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    add = parser.add_argument
+    add("--parameters", type=float, default=2e9)
+    add("--limit-gib", type=float, default=6.0, help="enforced on all ranks together; 0: none")
+    add("--path", required=True, help="folder on a local disk with some 20 bytes a parameter of room")
+    for name in ("ranks", "steps", "seq", "layers"):
+        add(f"--{name}", type=int, default=getattr(Plan, name))
+    add("--json", type=Path, help="also write the numbers here")
     given = parser.parse_args(argv)
-    plan = Plan(
-        given.parameters, given.path, given.ranks, int(given.limit_gib * 2**30), given.steps, given.seq, given.layers
-    )
+    plan = Plan(given.parameters, given.path, given.ranks, int(given.limit_gib * 2**30), given.steps, given.seq, given.layers)
     try:
         result = run(plan)
     except CageUnavailable as error:

@@ -48,11 +48,10 @@ class Overlap:
     inside_ms: dict[str, float]
     copied_nbytes: dict[str, int]
 
-    @property
-    def fraction(self) -> float | None:
-        """Of the copying time that lay beside computation; None where nothing was copied."""
-        total = sum(self.copies_ms.values())
-        return sum(self.inside_ms.values()) / total if total else None
+    def fraction(self, *ways: str) -> float | None:
+        """Of the copying time (one way, or both) that lay beside computation; None where nothing was copied."""
+        total, inside = (sum(of[way] for way in ways or of) for of in (self.copies_ms, self.inside_ms))
+        return inside / total if total else None
 
     @classmethod
     def of(cls, compute: list[Interval], copies: dict[str, list[Interval]], nbytes: dict[str, int]) -> Overlap:

@@ -1,6 +1,6 @@
 """What a benchmark run consists of, as plain data: contenders, model, rounds.
 
-Nothing here imports torch; the controller builds a plan, and each worker process receives the same plan.
+The controller builds a plan, and each worker process receives the same plan.
 A contender's name is its kind, its stage, what it offloads and, if it is not fp32, its precision: `zs3`, `ddp`,
 `zs3-disk`, `fsdp2-offload-bf16`.
 """
@@ -12,15 +12,12 @@ from dataclasses import dataclass
 PRECISIONS = ("fp32", "bf16")
 
 LABELS = {
-    "local": "no exchange",
-    "ddp": "DDP",
-    "ddp+zero": "DDP + ZeroRed.Opt.",
-    "fsdp2": "FSDP2",
-    "zs": "zeroshard",
-    "ds": "DeepSpeed",
-}
+    "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
+    "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed",
+}  # fmt: skip
 
 OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
+    "": "",
     "opthost": "opt. host",
     "host": "all host",
     "disk": "opt. disk",
@@ -39,12 +36,10 @@ class Contender:
     offload: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in LABELS:
-            raise ValueError(f"expected a contender among {', '.join(LABELS)}, got {self.kind!r}")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"expected a precision among {', '.join(PRECISIONS)}, got {self.precision!r}")
-        if self.offload and self.offload not in OFFLOAD_LABELS:
-            raise ValueError(f"expected an offload among {', '.join(OFFLOAD_LABELS)}, got {self.offload!r}")
+        kinds, precisions = ("a contender", self.kind, LABELS), ("a precision", self.precision, PRECISIONS)
+        for what, given, known in (kinds, precisions, ("an offload", self.offload, OFFLOAD_LABELS)):
+            if given not in known:
+                raise ValueError(f"expected {what} among {', '.join(filter(None, known))}, got {given!r}")
 
     @property
     def on_disk(self) -> bool:
@@ -54,34 +49,32 @@ class Contender:
     @property
     def name(self) -> str:
         """Key in results.json and on the command line, such as `zs3` or `fsdp2-bf16`."""
-        stage = "" if self.stage is None else str(self.stage)
-        parts = [f"{self.kind}{stage}", self.offload, "" if self.precision == "fp32" else self.precision]
-        return "-".join(part for part in parts if part)
+        return "-".join(filter(None, (self.kind + self._stage, self.offload, self.suffix)))
 
     @property
     def label(self) -> str:
         """Name in tables and plots."""
-        parts = [LABELS[self.kind], "" if self.stage is None else str(self.stage)]
-        parts += [OFFLOAD_LABELS.get(self.offload, ""), "" if self.precision == "fp32" else self.precision]
-        return " ".join(part for part in parts if part)
+        return " ".join(filter(None, (LABELS[self.kind], self._stage, OFFLOAD_LABELS[self.offload], self.suffix)))
+
+    @property
+    def _stage(self) -> str:
+        return "" if self.stage is None else str(self.stage)
+
+    @property
+    def suffix(self) -> str:
+        """The precision in a name."""
+        return "" if self.precision == "fp32" else self.precision
 
 
 # The order of the table, and of the start: where memory runs out, the rows of the goals are there already.
 # DeepSpeed has no bf16 row, since the goals name none.
 CONTENDERS = (
     *(Contender("zs", stage) for stage in range(4)),
-    Contender("ddp"),
-    Contender("fsdp2"),
-    Contender("ds", 3),
-    Contender("ds", 2),
-    Contender("ds", 1),
-    Contender("ddp+zero"),
-    Contender("local"),
-    Contender("zs", 2, "bf16"),
-    Contender("zs", 3, "bf16"),
-    Contender("ddp", precision="bf16"),
-    Contender("fsdp2", precision="bf16"),
-    Contender("local", precision="bf16"),
+    *(Contender("ddp"), Contender("fsdp2")),
+    *(Contender("ds", stage) for stage in (3, 2, 1)),
+    *(Contender("ddp+zero"), Contender("local")),
+    *(Contender("zs", stage, "bf16") for stage in (2, 3)),
+    *(Contender(kind, precision="bf16") for kind in ("ddp", "fsdp2", "local")),
 )
 
 # The race of the tiers, with the same contenders in memory beside those that offload.
@@ -150,9 +143,9 @@ class Rounds:
     memory_steps: int = 2
     lead_in: int = 0
 
-    @property
-    def turn_steps(self) -> int:
-        return self.lead_in + self.steps
+    def first_step(self, index: int) -> int:
+        """Steps before the turn of a round."""
+        return self.warmup + index * (self.lead_in + self.steps)
 
     def __post_init__(self) -> None:
         if min(self.rounds, self.steps, self.memory_steps) < 1 or min(self.warmup, self.lead_in) < 0:
@@ -160,10 +153,7 @@ class Rounds:
 
 
 def select(
-    only: tuple[str, ...],
-    precisions: tuple[str, ...],
-    quick: bool = False,
-    among: tuple[Contender, ...] = CONTENDERS,
+    only: tuple[str, ...], precisions: tuple[str, ...], quick: bool = False, among: tuple[Contender, ...] = CONTENDERS
 ) -> list[Contender]:
     """Contenders to run, in table order.
 

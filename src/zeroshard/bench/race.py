@@ -13,9 +13,10 @@ a contender that uses a disk, its ranks measure what that disk gives them in thi
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable
+from typing import Any
 
 from ..memory.host_memory import available_nbytes
 from . import memory
@@ -23,7 +24,7 @@ from .disk_bandwidth import PHASES, DiskSpeed, bandwidth
 from .overlap import Overlap
 from .plan import Contender, Rounds, Workload
 from .worker import Turn
-from .worker_group import Team, TeamFailed
+from .worker_group import Team, Teams, turned
 
 Say = Callable[[str], None]
 SPARE_MEMORY_NBYTES = 1 << 30  # kept free when deciding whether one more contender fits
@@ -60,6 +61,23 @@ class Outcome:
     def ran(self) -> bool:
         return self.skipped is None and self.failed is None
 
+    @property
+    def status(self) -> str:
+        if self.ran:
+            return "ran"
+        return f"skipped: {self.skipped}" if self.skipped else f"failed: {self.failed}"
+
+    def fail(self, why: str) -> None:
+        self.failed = why
+
+    def record(self, **largest: list[int | None]) -> None:
+        """Keep the largest of each, None where nobody knows."""
+        for name, values in largest.items():
+            setattr(self, name, max((v for v in values if v is not None), default=None))
+
+    def record_losses(self, ranks: list[Any]) -> None:
+        self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
+
 
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
     """Run all contenders; always returns one outcome each, and ends all processes."""
@@ -67,25 +85,19 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
         Outcome(c, trains_together=c.kind != "local" or workload.ranks == 1, skipped=missing_reason(c, workload))
         for c in contenders
     ]
-    teams: dict[str, Team] = {}
-    try:
+    with Teams() as teams:
         for outcome in outcomes:
             if outcome.skipped is None:
                 _start(outcome, workload, rounds, log_dir, teams)
-            say(f"  {outcome.contender.name:14s} {_status(outcome)}")
+            say(f"  {outcome.contender.name:14s} {f'ready after {outcome.setup_s:.1f} s' if outcome.ran else outcome.status}")
         for index in range(rounds.rounds):
-            order = [o for o in outcomes if o.contender.name in teams]
-            order = order[index % len(order) :] + order[: index % len(order)] if order else []
-            for outcome in order:
-                _guarded(outcome, teams, lambda: _take_turn(outcome, teams, rounds, index))
+            for outcome in turned([o for o in outcomes if o.contender.name in teams], index):
+                teams.attempt(outcome, lambda team: _take_turn(outcome, team, rounds, index))
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
-            if outcome.contender.name in teams:
-                _guarded(outcome, teams, lambda: _measure_memory(outcome, teams, rounds))
-                _guarded(outcome, teams, lambda: _measure_overlap(outcome, teams, workload, rounds))
-    finally:
-        for team in teams.values():
-            team.close()
+            teams.attempt(outcome, lambda team: _measure_memory(outcome, team, rounds))
+            if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
+                teams.attempt(outcome, lambda team: _measure_overlap(outcome, team, rounds))
     return outcomes
 
 
@@ -98,23 +110,22 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
     return None
 
 
-def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, teams: dict[str, Team]) -> None:
-    name = outcome.contender.name
+def _start(outcome: Outcome, workload: Workload, rounds: Rounds, log_dir: Path, teams: Teams) -> None:
     available = available_nbytes()
     needed = max((_team_nbytes(t) for t in teams.values()), default=0) + SPARE_MEMORY_NBYTES
     if available is not None and available < needed:
         outcome.skipped = f"{available / 2**30:.1f} GiB of memory left, {needed / 2**30:.1f} wanted"
         return
-    teams[name] = Team(outcome.contender, workload, log_dir)
+    teams[outcome.contender.name] = Team(outcome.contender, workload, log_dir)
 
-    def warm_up() -> None:
-        teams[name].wait_ready()
-        first = teams[name].ready[0]
+    def warm_up(team: Team) -> None:
+        team.wait_ready()
+        first = team.ready[0]
         outcome.settings, outcome.setup_s, outcome.numel = first.settings, first.setup_s, first.numel
         if rounds.warmup:
-            _record_losses(outcome, teams[name].ask("turn", 0, rounds.warmup))
+            outcome.record_losses(team.ask("turn", 0, rounds.warmup))
 
-    _guarded(outcome, teams, warm_up)
+    teams.attempt(outcome, warm_up)
 
 
 def _team_nbytes(team: Team) -> int:
@@ -122,24 +133,13 @@ def _team_nbytes(team: Team) -> int:
     return sum(memory.pss_nbytes(pid) or 0 for pid in team.pids)
 
 
-def _guarded(outcome: Outcome, teams: dict[str, Team], action: Callable[[], None]) -> None:
-    """A contender that fails leaves the race; the others go on."""
-    try:
-        action()
-    except TeamFailed as error:
-        outcome.failed = str(error)
-        teams.pop(outcome.contender.name)
-
-
-def _take_turn(outcome: Outcome, teams: dict[str, Team], rounds: Rounds, index: int) -> None:
-    team, first_step = teams[outcome.contender.name], rounds.warmup + index * rounds.turn_steps
-    turns: list[Turn] = team.ask("turn", first_step, rounds.steps, rounds.lead_in)
+def _take_turn(outcome: Outcome, team: Team, rounds: Rounds, index: int) -> None:
+    turns: list[Turn] = team.ask("turn", rounds.first_step(index), rounds.steps, rounds.lead_in)
     outcome.rounds_step_s.append(step_times(turns, rounds.steps))
-    outcome.cpu_s.append(sum(t.cpu_s for t in turns) / rounds.steps)
-    outcome.system_s.append(sum(t.system_s for t in turns) / rounds.steps)
-    outcome.minor_faults.append(sum(t.minor_faults for t in turns) / rounds.steps)
+    for samples, name in ((outcome.cpu_s, "cpu_s"), (outcome.system_s, "system_s"), (outcome.minor_faults, "minor_faults")):
+        samples.append(sum(getattr(turn, name) for turn in turns) / rounds.steps)
     outcome.moved.append({link: sum(t.moved.get(link, 0.0) for t in turns) for link in turns[0].moved})
-    _record_losses(outcome, turns)
+    outcome.record_losses(turns)
     if outcome.contender.on_disk:
         outcome.disk.append(DiskSpeed(**{phase: bandwidth(team.ask("disk", phase)) for phase in PHASES}))
 
@@ -156,42 +156,21 @@ def step_times(turns: list[Turn], steps: int) -> list[float]:
     return times if len(times) == steps else [times[0] / steps] * steps
 
 
-def _measure_memory(outcome: Outcome, teams: dict[str, Team], rounds: Rounds) -> None:
-    team, samples = teams[outcome.contender.name], []
+def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
+    samples: list[list[int]] = []  # PSS of all ranks at one moment
 
     def sample() -> None:
         values = [memory.pss_nbytes(pid) for pid in team.pids]
         if None not in values:
             samples.append(values)
 
-    first_step = rounds.warmup + rounds.rounds * rounds.turn_steps
-    ranks = team.ask("memory", first_step, rounds.memory_steps, meanwhile=sample)
-    outcome.peak_rss = _largest([r.peak_rss for r in ranks])
-    outcome.life_peak_rss = _largest([r.life_peak_rss for r in ranks])
-    outcome.baseline_rss = _largest([r.baseline_rss for r in ranks])
-    outcome.cuda_peak = _largest([r.cuda_peak for r in ranks])
-    outcome.peak_pss = _largest([max(values) for values in samples])
-    outcome.peak_pss_sum = _largest([sum(values) for values in samples])
+    ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
+    names = ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")
+    outcome.record(**{name: [getattr(rank, name) for rank in ranks] for name in names})
+    outcome.record(peak_pss=[max(values) for values in samples], peak_pss_sum=[sum(values) for values in samples])
     outcome.at_rest = ranks[0].at_rest
-    _record_losses(outcome, ranks)
+    outcome.record_losses(ranks)
 
 
-def _measure_overlap(outcome: Outcome, teams: dict[str, Team], workload: Workload, rounds: Rounds) -> None:
-    """On a GPU, of the contenders that copy between it and the host where we can see it."""
-    if workload.device == "cuda" and outcome.contender.offload and outcome.contender.name in teams:
-        first_step = rounds.warmup + rounds.rounds * rounds.turn_steps + rounds.memory_steps
-        outcome.overlap = teams[outcome.contender.name].ask("overlap", first_step, rounds.memory_steps)[0]
-
-
-def _largest(values: list[int | None]) -> int | None:
-    return max((v for v in values if v is not None), default=None)
-
-
-def _record_losses(outcome: Outcome, ranks: list) -> None:
-    outcome.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
-
-
-def _status(outcome: Outcome) -> str:
-    if outcome.ran:
-        return f"ready after {outcome.setup_s:.1f} s"
-    return f"skipped: {outcome.skipped}" if outcome.skipped else f"failed: {outcome.failed}"
+def _measure_overlap(outcome: Outcome, team: Team, rounds: Rounds) -> None:
+    outcome.overlap = team.ask("overlap", rounds.first_step(rounds.rounds) + rounds.memory_steps, rounds.memory_steps)[0]

@@ -1,5 +1,8 @@
 """Results as tables for people, as results.md for documents, and as results.json for programs.
 
+What each table shows (columns) and what each section aims at (GOALS) is data here; the sections that are programs of
+their own (cpu_adam.py, disk.py, checkpoints.py) bring theirs.
+
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
@@ -9,43 +12,89 @@ with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `dis
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import platform
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from rich.console import Console
-
-from . import checkpoints, gpu, statistics, tables
+from . import checkpoints, cpu_adam, disk, gpu, statistics
 from .checkpoints import Kepts
 from .host_overhead import HostWork
-from .plan import Rounds, Workload
-from .programs import Measured
+from .overlap import Overlap
+from .plan import ModelShape, Rounds, Workload
 from .race import Outcome
-from .tables import PLAIN, Sheet
+from .statistics import DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR, disk_ratio, formula_difference, memory_ratio, time_ratio
+from .tables import BAD, GB, GOOD, MIB, PLAIN, WARNING, Column, Goal, Note, Sheet, goals_sheet
 
 SCHEMA = 2
 NOT_ASKED = "not asked for"
+PEERS = {"/DDP": "ddp", "/FSDP2": "fsdp2", "/DS3": "ds3"}  # columns of ratios, to the peer of the same precision
+
+RACE_LEGEND = (
+    "ms: median step. /DDP, /FSDP2, /DS3: median over rounds of the ratio to that peer in the same precision.\n"
+    "cpu s: processor time of all ranks per step. RSS, PSS, GPU: peak MiB of the largest rank while stepping.\n"
+    "states: MiB of model states at rest, where the library says."
+)
+TIER_LEGEND = (
+    "moved: MB between host and disk a step, all ranks together. bound: those bytes over the bandwidth that all ranks\n"
+    "together had in the same round, in ms. /bound, /zs3: median over rounds of the ratio of step times."
+)
+OVERLAP_LEGEND = "copies: between device and host in 2 steps, by CUDA events; the share of their time inside computation."
+
+_ON_HOST, _BOUND = "stage 3, everything on the host", f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"
+# section -> (what, at most, measure, its arguments after the section's samples). Below 1 zeroshard is faster or smaller.
+GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "race": (
+        ("stage 1 / DDP, step time", 0.95, time_ratio, "zs1", "ddp"),
+        ("stage 2 / DDP, step time", 0.95, time_ratio, "zs2", "ddp"),
+        ("stage 3 / DDP, step time", 1.00, time_ratio, "zs3", "ddp"),
+        ("stage 3 / FSDP2, step time", 0.70, time_ratio, "zs3", "fsdp2"),
+        ("stage 3 / DeepSpeed 3, step time", 0.45, time_ratio, "zs3", "ds3"),
+        ("stage 3 bf16 / FSDP2 bf16, step time", 0.75, time_ratio, "zs3-bf16", "fsdp2-bf16"),
+        ("stage 3 / FSDP2, peak resident memory", 0.80, memory_ratio, "zs3", "fsdp2"),
+        ("stage 3 / DeepSpeed 3, peak resident memory", 1.00, memory_ratio, "zs3", "ds3"),
+        ("model states at rest, difference from the formula", 0.01, formula_difference),
+    ),
+    "host": (
+        ("host work per unit and step / FSDP2", 0.25, HostWork.unit_ratio),
+        ("optimizer step and clipping / FSDP2", 0.20, HostWork.optimizer_ratio),
+    ),
+    "tiers": (
+        (f"{_ON_HOST} / DeepSpeed 3 offload, step time", 0.6, time_ratio, "zs3-host", "ds3-offload"),
+        (f"{_ON_HOST} / FSDP2 offload, step time", 0.6, time_ratio, "zs3-host", "fsdp2-offload"),
+        (f"stage 3, optimizer on disk / {_BOUND}, step time", 1.0, disk_ratio, "zs3-disk", "zs3"),
+    ),
+}
+
+
+def goals_of(section: str, samples: list[Outcome] | HostWork | None) -> list[Goal]:
+    """Those of one section of GOALS; none where it did not run."""
+    rows = GOALS[section] if samples else ()
+    return [Goal(text, measure(samples, *names), limit, section) for text, limit, measure, *names in rows]
 
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that one run measured; `gpu_skipped` says why there are no GPU outcomes."""
+    """Everything that one run measured; `skipped` says by section why there is nothing, `gpu_skipped` why no GPU outcomes."""
 
     workload: Workload
     rounds: Rounds
-    outcomes: list[Outcome]
-    host: HostWork | None
-    gpu_workload: Workload | None
-    gpu_outcomes: list[Outcome]
-    gpu_skipped: str | None
+    outcomes: list[Outcome] = field(default_factory=list)
+    host: HostWork | None = None
+    gpu_workload: Workload | None = None
+    gpu_outcomes: list[Outcome] = field(default_factory=list)
+    gpu_skipped: str | None = None
     gpu_largest: dict[str, gpu.Largest] = field(default_factory=dict)
     tiers: list[Outcome] = field(default_factory=list)
     tiers_rounds: Rounds | None = None
-    programs: Measured = field(default_factory=Measured)
+    hostadam: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # rows by number of threads
+    disk: dict[str, Any] | None = None  # see disk.run
+    skipped: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Kepts] = field(default_factory=list)
 
     @property
@@ -54,31 +103,159 @@ class Results:
         return self.outcomes, self.tiers, self.gpu_outcomes
 
     @property
-    def goals(self) -> list[statistics.Goal]:
+    def goals(self) -> list[Goal]:
         """Those of the sections that ran."""
-        found = statistics.goals(self.outcomes, self.host)
-        found = [g for g in found if (self.outcomes if g.section == "race" else self.host)]
-        return found + (statistics.tier_goals(self.tiers) if self.tiers else []) + self.programs.goals + [
-            goal for kepts in self.checkpoints for goal in kepts.goals
-        ]
+        found = goals_of("race", self.outcomes) + goals_of("host", self.host) + goals_of("tiers", self.tiers)
+        found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
+        found += disk.goals(self.disk) if self.disk else []
+        return found + [goal for kepts in self.checkpoints for goal in kepts.goals]
 
-    def sheets(self) -> list[Sheet]:
+    def sheets(self) -> Iterator[Sheet]:
         """All tables, in the order in which the work was done."""
-        found = [tables.outcomes_sheet("Step time and memory", self.workload, self.outcomes)] if self.outcomes else []
-        found += [tables.tiers_sheet(self.workload, self.tiers)] if self.tiers else []
-        found += [tables.host_sheet(self.host)] if self.host else []
-        found += tables.program_sheets(self.programs)
-        found += [checkpoints.sheet(kepts) for kepts in self.checkpoints]
+        if self.outcomes:
+            yield race_sheet("Step time and memory", self.workload, self.outcomes)
+        if self.tiers:
+            yield race_sheet("Tiers", self.workload, self.tiers, tiers=True)
+        if self.host:
+            yield host_sheet(self.host)
+        yield from map(cpu_adam.sheet, self.hostadam.values())
+        if self.disk:
+            yield disk.sheet(self.disk)
+        for section, why in self.skipped.items():
+            yield Sheet(section, notes=[(f"{section}: not measured: {why}", WARNING)])
+        yield from map(checkpoints.sheet, self.checkpoints)
         if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
-            found.append(Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)]))
+            yield Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)])
         elif self.gpu_workload is not None:
-            found += tables.gpu_sheets(self.gpu_workload, self.gpu_outcomes, self.gpu_largest)
+            yield from gpu_sheets(self.gpu_workload, self.gpu_outcomes, self.gpu_largest)
         if self.goals:
-            found.append(tables.goals_sheet(self.goals, self.workload, [*self.outcomes, *self.tiers]))
-        return found
+            yield goals_sheet(self.goals, self._trust())
+
+    def _trust(self) -> list[Note]:
+        """What speaks against comparing this run with the goals."""
+        outcomes = [*self.outcomes, *self.tiers]
+        if outcomes and (self.workload.shape, self.workload.ranks) != (ModelShape(), 2):
+            return [("The goals are set for the default model on 2 ranks; this run had others.", WARNING)]
+        share = statistics.core_share(outcomes, self.workload.ranks)
+        if share is None or share >= statistics.BUSY_CORE_SHARE:
+            return []
+        return [(f"The machine was busy: a rank got {share:.0%} of a core at most. Do not trust step times; run again.", WARNING)]
 
 
-def print_results(results: Results, console: Console) -> None:
+# --------------------------------------------------------------------------------------------------------- tables
+
+
+def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers: bool = False) -> Sheet:
+    """Step time and memory of one race; with tiers also what moves and its bound."""
+    shape, numel = workload.shape, max((o.numel for o in outcomes), default=0)
+    title = (
+        f"{name}: GPT of {numel / 1e6:.1f}M parameters (dim {shape.dim}, {shape.layers} layers), {workload.ranks} "
+        f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a rank, "
+        "fused AdamW"
+    )
+    ran = list(statistics.by_name(outcomes).values())
+    notes = [(TIER_LEGEND if tiers else RACE_LEGEND, PLAIN), *(_disk_note(o) for o in ran if tiers and o.disk)]
+    notes += [(f"{o.contender.label} {o.status}", WARNING) for o in outcomes if not o.ran]
+    return Sheet.of(title, _race_columns(outcomes, workload.device == "cuda", tiers), ran, notes + _loss_notes(outcomes))
+
+
+def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Column]:
+    step = statistics.step_spread
+    columns = [
+        Column("", lambda o: o.contender.label),
+        Column("ms", lambda o: step(o).median, ".0f", 1e3),
+        Column("quartiles", lambda o: f"{1e3 * step(o).q1:.0f}-{1e3 * step(o).q3:.0f}"),
+    ]
+    if tiers:
+        columns += [
+            Column("/zs3", lambda o: time_ratio(outcomes, o.contender.name, "zs3"), ".2f"),
+            Column("moved", lambda o: median(sum(of.values()) for of in o.moved) if o.disk else None, ".0f", 1e-6),
+            Column("bound", lambda o: median(statistics.bounds_s(o)) if o.disk else None, ".0f", 1e3),
+            Column("/bound", statistics.bound_ratio, ".2f"),
+        ]
+    else:
+        columns += [Column(peer, _to_peer(outcomes, base), ".2f") for peer, base in PEERS.items()]
+    columns.append(Column("cpu s", lambda o: median(o.cpu_s), ".2f"))
+    peaks = {"GPU": "cuda_peak"} if on_gpu else {"RSS": "peak_rss", "PSS": "peak_pss"}
+    columns += [Column(heading, lambda o, peak=peak: getattr(o, peak), ".0f", 1 / MIB) for heading, peak in peaks.items()]
+    columns.append(Column("states", lambda o: sum(o.at_rest["measured"].values()) if o.at_rest else None, ".1f", 1 / MIB))
+    return [*columns, Column("loss", lambda o: o.losses[-1], ".5f")]
+
+
+def _to_peer(outcomes: list[Outcome], base: str) -> Callable[[Outcome], float | None]:
+    """Step time over that of a peer of the same precision, nothing offloaded."""
+
+    def ratio(outcome: Outcome) -> float | None:
+        return time_ratio(outcomes, outcome.contender.name, "-".join(filter(None, (base, outcome.contender.suffix))))
+
+    return ratio
+
+
+def _disk_note(outcome: Outcome) -> Note:
+    speeds = (f"{phase} {median(getattr(d, phase) for d in outcome.disk) / GB:.2f}" for phase in ("write", "read", "both"))
+    return f"disk in the rounds of {outcome.contender.label}, all ranks at once, GB/s: {', '.join(speeds)}", PLAIN
+
+
+def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
+    found = ((o, statistics.loss_difference(o, outcomes)) for o in outcomes)
+    differences = [(o, d) for o, d in found if d is not None]
+    if not differences:
+        return [("losses: fewer than two contenders, nothing to compare", PLAIN)]
+    if statistics.losses_agree(outcomes):
+        steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for _, d in differences)
+        return [(f"losses: all contenders agree over {steps} steps (to {worst:.0e})", GOOD)]
+    return [
+        (f"losses of {o.contender.label} differ from {statistics.loss_reference(o, outcomes).contender.label}'s by {d:.1e}", BAD)
+        for o, d in differences
+        if d > statistics.LOSS_TOLERANCE[o.contender.precision]
+    ]
+
+
+def host_sheet(host: HostWork) -> Sheet:
+    """The two micro-benchmarks: (what, milliseconds, of plain PyTorch)."""
+    rows: list[tuple[str, str, float | None, float | None]]
+    rows = [(f"host work per unit and step, {library}", ".3f", host.unit_ms(library), None) for library in ("fsdp2", "zeroshard")]
+    for name, ms in host.optimizer_ms.items():
+        rows.append((f"clipping and AdamW step, 300 parameters, {name}", ".2f", ms, ms / host.optimizer_ms["plain"]))
+    cells = [[what, "-" if ms is None else format(ms, form), "" if of is None else f"{of:.2f}"] for what, form, ms, of in rows]
+    notes = [(f"{name}: not measured: {error}", WARNING) for name, error in host.errors.items()]
+    return Sheet("Without communication, world of 2, rank 0 only", ("", "ms", "of plain PyTorch"), cells, notes)
+
+
+def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, gpu.Largest]) -> Iterator[Sheet]:
+    """Speed on each tier, and the largest models."""
+    yield race_sheet("GPU", workload, outcomes)
+    flops = gpu.step_flops(workload)
+
+    def seen(value: Callable[[Overlap], float | None]) -> Callable[[Outcome], float | None]:
+        return lambda outcome: value(outcome.overlap) if outcome.overlap else None
+
+    columns = (
+        Column("", lambda o: o.contender.label),
+        Column("TFLOPS", lambda o: flops / statistics.step_spread(o).median, ".1f", 1e-12),
+        Column("copies ms", seen(lambda overlap: sum(overlap.copies_ms.values())), ".1f"),
+        Column("beside computation", seen(lambda overlap: overlap.fraction()), ".0%"),
+        Column("up", seen(lambda overlap: overlap.fraction("up")), ".0%"),
+        Column("down", seen(lambda overlap: overlap.fraction("down")), ".0%"),
+    )
+    ran = statistics.by_name(outcomes).values()
+    yield Sheet.of("GPU: arithmetic and overlap", columns, ran, [(OVERLAP_LEGEND, PLAIN)])
+    if largest:
+        shape, labels = gpu.WIDE_SHAPE, {c.name: c.label for c in gpu.CONTENDERS}
+        columns = (
+            Column("", lambda found: labels[found[0]]),
+            Column("G parameters", lambda found: found[1].numel, ".2f", 1e-9),
+            Column("layers", lambda found: found[1].fits, "d"),
+            Column("found", lambda found: gpu.describe(found[1])),
+        )
+        title = f"GPU: largest model trained (dim {shape.dim}, {shape.seq_len} tokens, checkpointed blocks, 2 steps)"
+        yield Sheet.of(title, columns, largest.items())
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def print_results(results: Results, console: Any) -> None:
     """All tables."""
     for sheet in results.sheets():
         sheet.show(console)
@@ -86,32 +263,36 @@ def print_results(results: Results, console: Console) -> None:
 
 def write_markdown(results: Results, path: Path) -> None:
     """Write results.md: all tables, ready to be pasted."""
-    machine, versions = _machine(), _versions()
-    head = f"{machine['system']}, {machine['cores']} cores; " + ", ".join(f"{n} {v}" for n, v in versions.items() if v)
-    load = machine["load_at_end"]
-    head += f"; load at the end {load[0]:.1f}" if load else ""
+    machine, load = _machine(), _machine()["load_at_end"]
+    versions = ", ".join(f"{name} {version}" for name, version in _versions().items() if version)
+    head = f"{machine['system']}, {machine['cores']} cores; {versions}" + (f"; load at the end {load[0]:.1f}" if load else "")
     path.write_text("\n".join([head, "", *(sheet.markdown() for sheet in results.sheets())]))
 
 
 def write_json(results: Results, path: Path) -> None:
     """Write results.json; the schema is in the module's docstring."""
+    outcomes, tiers, host = results.outcomes, results.tiers, results.host
     document = {
         "schema": SCHEMA,
         "machine": _machine(),
         "versions": _versions(),
-        "workload": dataclasses.asdict(results.workload),
-        "rounds": dataclasses.asdict(results.rounds),
-        "contenders": _entries(results.outcomes),
-        "core_share": statistics.core_share([*results.outcomes, *results.tiers], results.workload.ranks),
-        "losses_agree": statistics.losses_agree(results.outcomes),
-        "tiers": _tiers_entry(results),
-        "host_work": _host_entry(results.host),
-        "hostadam": results.programs.hostadam or results.programs.skipped.get("hostadam"),
-        "disk": results.programs.disk or results.programs.skipped.get("disk"),
-        "checkpoints": {kepts.size: dataclasses.asdict(kepts) for kepts in results.checkpoints},
+        "workload": asdict(results.workload),
+        "rounds": asdict(results.rounds),
+        "contenders": _entries(outcomes),
+        "core_share": statistics.core_share([*outcomes, *tiers], results.workload.ranks),
+        "losses_agree": statistics.losses_agree(outcomes),
+        "tiers": {
+            "rounds": asdict(results.tiers_rounds) if results.tiers_rounds else None,
+            "contenders": _entries(tiers),
+            "losses_agree": statistics.losses_agree(tiers),
+        } if tiers else None,
+        "host_work": asdict(host) | {"unit_ms": {n: host.unit_ms(n) for n in host.step_ms if n != "plain"}} if host else None,
+        "hostadam": results.hostadam or results.skipped.get("hostadam"),
+        "disk": results.disk or results.skipped.get("disk"),
+        "checkpoints": {kepts.size: asdict(kepts) for kepts in results.checkpoints},
         "gpu": results.gpu_skipped or _gpu_entry(results),
-        "goals": [dataclasses.asdict(g) | {"verdict": g.verdict} for g in results.goals],
-    }
+        "goals": [asdict(goal) | {"verdict": goal.verdict} for goal in results.goals],
+    }  # fmt: skip
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -120,47 +301,30 @@ def _entries(outcomes: list[Outcome]) -> dict[str, dict[str, object]]:
 
 
 def _entry(outcome: Outcome, outcomes: list[Outcome]) -> dict[str, object]:
-    entry = dataclasses.asdict(outcome)
-    entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": tables.status(outcome)}
+    entry = asdict(outcome)
+    entry |= {"contender": outcome.contender.name, "label": outcome.contender.label, "status": outcome.status}
     del entry["skipped"], entry["failed"]
     if outcome.ran and outcome.rounds_step_s:
-        entry["step_s"] = dataclasses.asdict(statistics.step_spread(outcome))
-        entry["step_time_ratio"] = tables.ratios_to_peers(outcome, outcomes)
+        entry["step_s"] = asdict(statistics.step_spread(outcome))
+        entry["step_time_ratio"] = {base: _to_peer(outcomes, base)(outcome) for base in PEERS.values()}
         entry["loss_difference"] = statistics.loss_difference(outcome, outcomes)
         if outcome.disk:
             entry |= {"bound_s": statistics.bounds_s(outcome), "bound_ratio": statistics.bound_ratio(outcome)}
     return entry
 
 
-def _tiers_entry(results: Results) -> dict[str, object] | None:
-    if not results.tiers:
-        return None
-    return {
-        "rounds": dataclasses.asdict(results.tiers_rounds) if results.tiers_rounds else None,
-        "contenders": _entries(results.tiers),
-        "losses_agree": statistics.losses_agree(results.tiers),
-    }
-
-
 def _gpu_entry(results: Results) -> dict[str, object] | None:
     if results.gpu_workload is None:
         return None
     return {
-        "workload": dataclasses.asdict(results.gpu_workload),
+        "workload": asdict(results.gpu_workload),
         "step_flops": gpu.step_flops(results.gpu_workload),
         "contenders": _entries(results.gpu_outcomes),
-        "largest": {n: dataclasses.asdict(found) | {"numel": found.numel} for n, found in results.gpu_largest.items()},
+        "largest": {name: asdict(found) | {"numel": found.numel} for name, found in results.gpu_largest.items()},
     }
 
 
-def _host_entry(host: HostWork | None) -> dict[str, object] | None:
-    if host is None:
-        return None
-    units = {name: host.unit_ms(name) for name in host.step_ms if name != "plain"}
-    return dataclasses.asdict(host) | {"unit_ms": units}
-
-
-def _machine() -> dict[str, object]:
+def _machine() -> dict[str, Any]:
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     return {"system": platform.platform(), "cores": os.cpu_count(), "load_at_end": load}
 

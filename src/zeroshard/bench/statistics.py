@@ -1,4 +1,4 @@
-"""From samples to figures: medians, ratios per round, and the goals with their verdicts.
+"""From samples of a race to figures: medians, ratios per round, differences of losses.
 
 A ratio of two contenders is taken in each round from their medians in that round, and the median over the
 rounds is reported: what slows the machine for a while slows both.
@@ -6,10 +6,10 @@ rounds is reported: what slows the machine for a while slows both.
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median, quantiles
 
-from .host_overhead import HostWork
 from .race import Outcome
 
 # Relative to the reference of the same precision, at any step. Measured over 11 steps: fp32 contenders differ by
@@ -31,34 +31,11 @@ class Spread:
     q3: float
 
 
-@dataclass(frozen=True)
-class Goal:
-    """One measured ratio beside its limit; `value` is None where something needed was not measured."""
-
-    text: str
-    value: float | None
-    limit: float
-    section: str  # "race", "host", "tiers", "hostadam" or "disk"
-    at_least: bool = False  # the limit is one from below
-
-    @property
-    def verdict(self) -> str:
-        if self.value is None:
-            return "not measured"
-        met = self.value >= self.limit if self.at_least else self.value <= self.limit
-        return "met" if met else "missed"
-
-
-def spread(values: list[float]) -> Spread:
-    if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, q1, q3)
-
-
 def step_spread(outcome: Outcome) -> Spread:
     """Seconds per step over all rounds."""
-    return spread([t for turn in outcome.rounds_step_s for t in turn])
+    values = [seconds for turn in outcome.rounds_step_s for seconds in turn]
+    q1, middle, q3 = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return Spread(middle, q1, q3)
 
 
 def core_share(outcomes: list[Outcome], ranks: int) -> float | None:
@@ -66,7 +43,7 @@ def core_share(outcomes: list[Outcome], ranks: int) -> float | None:
 
     Near 1 on a quiet machine with a core per rank; clearly less means that other programs ran.
     """
-    shares = [spread(o.cpu_s).median / (ranks * step_spread(o).median) for o in by_name(outcomes).values()]
+    shares = [median(o.cpu_s) / (ranks * step_spread(o).median) for o in by_name(outcomes).values()]
     return max(shares, default=None)
 
 
@@ -78,19 +55,14 @@ def by_name(outcomes: list[Outcome]) -> dict[str, Outcome]:
 def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Median over rounds of (median step of ours / median step of theirs)."""
     found = by_name(outcomes)
-    if ours not in found or theirs not in found:
-        return None
-    pairs = zip(found[ours].rounds_step_s, found[theirs].rounds_step_s)
-    return statistics.median(statistics.median(a) / statistics.median(b) for a, b in pairs)
+    return _ratio(found[ours], map(median, found[theirs].rounds_step_s)) if {ours, theirs} <= found.keys() else None
 
 
 def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Ratio of the peaks of resident memory while stepping, largest rank each."""
     found = by_name(outcomes)
-    if ours not in found or theirs not in found:
-        return None
-    a, b = found[ours].peak_rss, found[theirs].peak_rss
-    return a / b if a and b else None
+    peaks = [found[name].peak_rss for name in (ours, theirs) if name in found]
+    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
 
 
 def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:
@@ -120,38 +92,11 @@ def _comparable(outcome: Outcome) -> bool:
     return outcome.ran and outcome.trains_together and bool(outcome.losses)
 
 
-def formula_difference(outcome: Outcome | None) -> float | None:
-    """Relative difference of model-state bytes at rest from the closed formula of the stage."""
-    if outcome is None or not outcome.at_rest:
-        return None
-    measured, formula = (sum(outcome.at_rest[key].values()) for key in ("measured", "formula"))
-    return abs(measured - formula) / formula
-
-
-def goals(outcomes: list[Outcome], host: HostWork | None) -> list[Goal]:
-    """The goals of the first race and of the host's work; ratios below 1 mean that zeroshard is faster or smaller."""
-
-    def step(text: str, ours: str, theirs: str, limit: float) -> Goal:
-        return Goal(f"{text}, step time", time_ratio(outcomes, ours, theirs), limit, "race")
-
-    def peak(text: str, theirs: str, limit: float) -> Goal:
-        return Goal(f"{text}, peak resident memory", memory_ratio(outcomes, "zs3", theirs), limit, "race")
-
-    at_rest = [formula_difference(o) for name, o in by_name(outcomes).items() if o.contender.kind == "zs"]
-    worst_at_rest = max((d for d in at_rest if d is not None), default=None)
-    return [
-        step("stage 1 / DDP", "zs1", "ddp", 0.95),
-        step("stage 2 / DDP", "zs2", "ddp", 0.95),
-        step("stage 3 / DDP", "zs3", "ddp", 1.00),
-        step("stage 3 / FSDP2", "zs3", "fsdp2", 0.70),
-        step("stage 3 / DeepSpeed 3", "zs3", "ds3", 0.45),
-        step("stage 3 bf16 / FSDP2 bf16", "zs3-bf16", "fsdp2-bf16", 0.75),
-        peak("stage 3 / FSDP2", "fsdp2", 0.80),
-        peak("stage 3 / DeepSpeed 3", "ds3", 1.00),
-        Goal("model states at rest, difference from the formula", worst_at_rest, 0.01, "race"),
-        Goal("host work per unit and step / FSDP2", host and host.unit_ratio, 0.25, "host"),
-        Goal("optimizer step and clipping / FSDP2", host and host.optimizer_ratio, 0.20, "host"),
-    ]
+def formula_difference(outcomes: list[Outcome]) -> float | None:
+    """Relative difference of model-state bytes at rest from the closed formula of the stage, the largest of zeroshard's."""
+    at_rest = [o.at_rest for o in by_name(outcomes).values() if o.contender.kind == "zs" and o.at_rest]
+    sums = [(sum(states["measured"].values()), sum(states["formula"].values())) for states in at_rest]
+    return max((abs(measured - formula) / formula for measured, formula in sums), default=None)
 
 
 def bounds_s(outcome: Outcome) -> list[float]:
@@ -164,28 +109,19 @@ def bounds_s(outcome: Outcome) -> list[float]:
 
 def bound_ratio(outcome: Outcome) -> float | None:
     """Median over rounds of (median step / bound of that round); None where nothing rests on disk."""
-    pairs = list(zip(outcome.rounds_step_s, bounds_s(outcome)))
-    return statistics.median(statistics.median(steps) / bound for steps, bound in pairs) if pairs else None
+    return _ratio(outcome, bounds_s(outcome))
 
 
 def disk_ratio(outcomes: list[Outcome], ours: str = "zs3-disk", in_memory: str = "zs3") -> float | None:
     """Median over rounds of step / max(1.15 x bound, 1.10 x the step in memory), each of that round."""
     found = by_name(outcomes)
-    if ours not in found or in_memory not in found:
+    if not {ours, in_memory} <= found.keys():
         return None
-    ratios = []
-    for steps, bound, memory in zip(found[ours].rounds_step_s, bounds_s(found[ours]), found[in_memory].rounds_step_s):
-        allowed = max(DISK_BOUND_FACTOR * bound, DISK_MEMORY_FACTOR * statistics.median(memory))
-        ratios.append(statistics.median(steps) / allowed)
-    return statistics.median(ratios) if ratios else None
+    rounds = zip(bounds_s(found[ours]), map(median, found[in_memory].rounds_step_s))
+    return _ratio(found[ours], (max(DISK_BOUND_FACTOR * bound, DISK_MEMORY_FACTOR * memory) for bound, memory in rounds))
 
 
-def tier_goals(outcomes: list[Outcome]) -> list[Goal]:
-    """The goals of the race of the tiers."""
-    everything = "stage 3, everything on the host / "
-    longer = f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"
-    return [
-        Goal(everything + "DeepSpeed 3 offload, step time", time_ratio(outcomes, "zs3-host", "ds3-offload"), 0.6, "tiers"),
-        Goal(everything + "FSDP2 offload, step time", time_ratio(outcomes, "zs3-host", "fsdp2-offload"), 0.6, "tiers"),
-        Goal(f"stage 3, optimizer on disk / {longer}, step time", disk_ratio(outcomes), 1.0, "tiers"),
-    ]
+def _ratio(outcome: Outcome, allowed_s: Iterable[float]) -> float | None:
+    """Median over rounds of (median step / what is given for that round); None without rounds."""
+    ratios = [median(steps) / allowed for steps, allowed in zip(outcome.rounds_step_s, allowed_s)]
+    return median(ratios) if ratios else None

@@ -15,23 +15,26 @@ Output of the libraries goes to a log file of the rank, so that tables stay read
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import resource
 import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from . import memory
+import torch
+import torch.distributed as dist
+
+from . import contenders, memory
+from .checkpoint_contenders import Keeper, copy_seconds
+from .disk_bandwidth import Burst, DiskProbe, write_bulk
+from .overlap import Overlap
 from .plan import Contender, Workload
-
-if TYPE_CHECKING:
-    from .checkpoint_contenders import Keeper
-    from .disk_bandwidth import Burst
-    from .overlap import Overlap
+from .workload import batch, build_model
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,6 @@ class Post:
 
 @dataclass(frozen=True)
 class Ready:
-    pid: int
     setup_s: float
     settings: dict[str, object]
     numel: int
@@ -87,8 +89,9 @@ class Saved:
 
 @dataclass(frozen=True)
 class Failure:
+    """Of which the log has more."""
+
     summary: str
-    details: str
 
 
 def serve(pipe: Connection, post: Post) -> None:
@@ -103,8 +106,7 @@ def serve(pipe: Connection, post: Post) -> None:
         pass  # the controller is gone
     except BaseException as error:
         traceback.print_exc()
-        text = str(error).strip() or repr(error)
-        pipe.send(Failure(f"{type(error).__name__}: {text.splitlines()[0]}", traceback.format_exc()))
+        pipe.send(Failure(one_line(error)))
     finally:
         if rank is not None:
             try:
@@ -122,23 +124,16 @@ class _Rank:
 
     def __init__(self, pipe: Connection, post: Post) -> None:
         begun = time.monotonic()
-        self.post, self.workload, self._probe = post, post.workload, None
-        self._kept: Keeper | None = None
+        self.post, self.workload = post, post.workload
+        self._on_cuda = post.workload.device == "cuda"
         _set_environment(post)
-        import torch
-
-        from . import contenders
-
         torch.set_num_threads(1)
         _join_group(post)
         self.baseline_rss = memory.peak_rss_nbytes()
-        self.trainer = contenders.build(post.contender, self.workload)
-        numel = _parameter_count(self.workload)
-        pipe.send(Ready(os.getpid(), time.monotonic() - begun, self.trainer.settings, numel))
+        self.trainer = contenders.BUILDERS[post.contender.kind](post.contender, self.workload)
+        pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(self.workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
-        import torch
-
         batches = self._batches(first_step, lead_in + steps)
         moved_before, ends = self.trainer.moved(), []
         losses = [self.trainer.step(*pair) for pair in batches[:lead_in]]
@@ -146,33 +141,27 @@ class _Rank:
         start = time.monotonic()
         for tokens, targets in batches[lead_in:]:
             losses.append(self.trainer.step(tokens, targets))
-            if self.workload.device == "cpu":
+            if not self._on_cuda:
                 ends.append(time.monotonic())
-        if self.workload.device == "cuda":
-            self._synchronize()
+        if self._on_cuda:
+            torch.cuda.synchronize()
             ends.append(time.monotonic())
         after = resource.getrusage(resource.RUSAGE_SELF)
         user, system = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
         faults = after.ru_minflt - before.ru_minflt
         self.trainer.quiet()
-        if self.workload.device == "cuda":
+        if self._on_cuda:
             torch.cuda.empty_cache()  # the others use the same device
-        moved = {
-            link: (nbytes - moved_before.get(link, 0)) / len(batches) for link, nbytes in self.trainer.moved().items()
-        }
+        moved = {link: (now - moved_before.get(link, 0)) / len(batches) for link, now in self.trainer.moved().items()}
         return Turn(start, tuple(ends), tuple(float(x) for x in losses), user + system, system, faults, moved)
 
     def memory(self, first_step: int, steps: int) -> Memory:
-        import torch
-
         life_peak = memory.peak_rss_nbytes()
-        cuda_peak = None
         memory.reset_peak_rss()
-        if self.workload.device == "cuda":
+        if self._on_cuda:
             torch.cuda.reset_peak_memory_stats()
         losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
-        if self.workload.device == "cuda":
-            cuda_peak = torch.cuda.max_memory_allocated()
+        cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
         peak = memory.peak_rss_nbytes()
         life_peak = max(life_peak, peak) if peak else None
         return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
@@ -180,26 +169,21 @@ class _Rank:
     def overlap(self, first_step: int, steps: int) -> Overlap | None:
         """None where nothing can be seen from here: a peer, or a CPU."""
         batches = self._batches(first_step, steps)
-        if self.trainer.recorder is None or self.workload.device != "cuda":
+        if self.trainer.recorder is None or not self._on_cuda:
             return None
-        self._synchronize()
+        torch.cuda.synchronize()
         with self.trainer.recorder() as recorder:
             for pair in batches:
                 self.trainer.step(*pair)
-        self._synchronize()
+        torch.cuda.synchronize()
         return recorder.overlap()
 
     def disk(self, phase: str) -> Burst:
-        from .disk_bandwidth import DiskProbe
-
-        if self._probe is None:
-            assert self.workload.swap_path is not None
-            self._probe = DiskProbe(self.workload.swap_path)
         return self._probe.burst(phase)
 
     def save(self, path: str) -> Saved:
         """Save a checkpoint."""
-        keeper = self._keeper()
+        keeper = self._keeper
         memory.reset_peak_rss()
         before = memory.peak_rss_nbytes() or 0
         begin = time.monotonic()
@@ -208,7 +192,7 @@ class _Rank:
         return Saved(begin, end, (memory.peak_rss_nbytes() or 0) - before)
 
     def load(self, path: str) -> None:
-        self._keeper().load(path)
+        self._keeper.load(path)
 
     def save_in_background(self, path: str) -> tuple[float, float]:
         """Seconds that a save holds training up, and by which it and the step after it take longer than a step.
@@ -219,7 +203,7 @@ class _Rank:
         begin = time.monotonic()
         self.trainer.step(*first)
         step_s, begin = time.monotonic() - begin, time.monotonic()
-        held, wait = self._keeper().in_background(path)  # type: ignore[misc]
+        held, wait = self._keeper.in_background(path)  # type: ignore[misc]
         self.trainer.step(*second)
         lost_s = time.monotonic() - begin - step_s
         wait()
@@ -227,39 +211,39 @@ class _Rank:
 
     def copy_states(self) -> float:
         """Seconds of one memory copy of this rank's states."""
-        from .checkpoint_contenders import copy_seconds
-
-        return copy_seconds(self._keeper().states())
+        return copy_seconds(self._keeper.states())  # type: ignore[misc]
 
     def write_bulk(self, nbytes: int) -> Burst:
         """So many bytes by the file engine."""
-        from .disk_bandwidth import write_bulk
-
         assert self.workload.swap_path is not None
         return write_bulk(self.workload.swap_path, nbytes)
 
+    @cached_property
     def _keeper(self) -> Keeper:
-        if self._kept is None:
-            assert self.trainer.keeper is not None
-            self._kept = self.trainer.keeper()
-        return self._kept
+        assert self.trainer.keeper is not None
+        return self.trainer.keeper()
+
+    @cached_property
+    def _probe(self) -> DiskProbe:
+        assert self.workload.swap_path is not None
+        return DiskProbe(self.workload.swap_path)
 
     def close(self) -> None:
         """Remove files."""
         self.trainer.close()
 
     def _batches(self, first_step: int, steps: int) -> list:
-        from .workload import batch
-
         return [batch(self.workload, first_step + i, self.post.rank) for i in range(steps)]
 
-    def _synchronize(self) -> None:
-        import torch
 
-        torch.cuda.synchronize()
+def one_line(error: BaseException) -> str:
+    """What went wrong, for a table."""
+    text = str(error).strip() or repr(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
 
 
 def divert_output(log_file: str) -> None:
+    """This process prints to a file from now on."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
@@ -282,22 +266,13 @@ def _set_environment(post: Post) -> None:
 
 
 def _join_group(post: Post) -> None:
-    import torch
-    import torch.distributed as dist
-
-    backend = "gloo"
-    if post.workload.device == "cuda":
+    on_cuda, method = post.workload.device == "cuda", f"file://{post.meeting_file}"
+    if on_cuda:
         torch.cuda.set_device(post.rank)
-        backend = "nccl"
-    method = f"file://{post.meeting_file}"
-    dist.init_process_group(backend, init_method=method, rank=post.rank, world_size=post.workload.ranks)
+    dist.init_process_group("nccl" if on_cuda else "gloo", init_method=method, rank=post.rank, world_size=post.workload.ranks)
 
 
-def _parameter_count(workload: Workload) -> int:
+def parameter_count(workload: Workload) -> int:
     """Elements of the whole model, counted on the meta device: a contender may have sharded its own."""
-    import dataclasses
-
-    from .workload import build_model
-
     model = build_model(dataclasses.replace(workload, meta=True))
     return sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""All ranks of one contender, seen from the controller: start, ask, close.
+"""All ranks of one contender, seen from the controller: start, ask, close; and the teams of one race.
 
 A team that fails (an exception, a dead process, no answer in time) raises `TeamFailed` once and is closed;
 the others go on.
@@ -11,15 +11,17 @@ import multiprocessing.connection
 import os
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Callable, Iterator, NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 from . import worker
 from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
 ANSWER_TIMEOUT_S = 600.0
+T = TypeVar("T")
 
 
 class TeamFailed(RuntimeError):
@@ -34,11 +36,11 @@ class Team:
         self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
         context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
+        meeting_file = os.path.join(self._meeting_dir.name, "store")
         with one_thread_per_rank():
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")
-                meeting_file = os.path.join(self._meeting_dir.name, "store")
                 post = worker.Post(contender, workload, rank, meeting_file, log_file)
                 process = context.Process(target=worker.serve, args=(there, post), daemon=True)
                 process.start()
@@ -66,10 +68,8 @@ class Team:
         """End the processes; safe to call twice."""
         for pipe, process in zip(self._pipes, self._processes):
             if process.is_alive():
-                try:
+                with suppress(OSError):
                     pipe.send(("quit",))
-                except OSError:
-                    pass
         for process in self._processes:
             process.join(5)
             if process.is_alive():
@@ -113,6 +113,41 @@ class Team:
             process.kill()
         self.close()
         raise TeamFailed(reason)
+
+
+class Record(Protocol):
+    """What was measured of a contender, or why nothing was."""
+
+    contender: Contender
+
+    def fail(self, why: str) -> None: ...
+
+
+class Teams(dict[str, Team]):
+    """Those that still run, by the contender's name; leaving the context ends their processes."""
+
+    def __enter__(self) -> Teams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for team in self.values():
+            team.close()
+
+    def attempt(self, record: Record, action: Callable[[Team], object]) -> None:
+        """Do it with the contender's team if that still runs. One that fails leaves; the others go on."""
+        name = record.contender.name
+        if name in self:
+            try:
+                action(self[name])
+            except TeamFailed as error:
+                record.fail(str(error))
+                del self[name]
+
+
+def turned(items: list[T], index: int) -> list[T]:
+    """The order of a round: it turns, so that nobody always follows the same."""
+    at = index % len(items) if items else 0
+    return items[at:] + items[:at]
 
 
 @contextmanager

@@ -6,28 +6,25 @@ same numbers and their losses can be compared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..models.gpt import GPT, GPTConfig
 from .plan import Workload
 
 
 def build_model(workload: Workload) -> nn.Module:
     """The GPT with the weights of the seed, whole, on the workload's device, in fp32 (meta: no weights, nowhere)."""
-    from ..models.gpt import GPT, GPTConfig
-
     torch.manual_seed(workload.seed)
-    s = workload.shape
-    config = GPTConfig(vocab_size=s.vocab_size, seq_len=s.seq_len, dim=s.dim, layers=s.layers, heads=s.heads)
-    if workload.meta:
-        with torch.device("meta"):
-            model = GPT(config)
-    else:
-        model = GPT(config).to(workload.device)
+    with torch.device("meta" if workload.meta else "cpu"):
+        model = GPT(GPTConfig(**dataclasses.asdict(workload.shape)))
+    if not workload.meta:
+        model.to(workload.device)
     if workload.checkpoint:
         for block in blocks(model):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
