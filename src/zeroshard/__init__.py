@@ -43,10 +43,12 @@ from .errors import (
     ShardedAccessError,
     ShardedWriteError,
     StallError,
+    StatesAway,
     SwapError,
     ZeroshardError,
 )
 from .optim.lion import Lion
+from .optim.offload_states import offload_states, reload_states
 from .optim.step_record import StepRecord
 from .planner.forecast import Forecast, forecast
 from .planner.report import Report, report
@@ -62,9 +64,9 @@ __all__ = [
     "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
-    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord", "SwapError",
+    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "report", "save", "save_safetensors", "shard",
+    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states", "report", "save", "save_safetensors", "shard",
     "stop_together", "tile", "tiled_cross_entropy",
 ]  # fmt: skip

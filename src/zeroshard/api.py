@@ -21,7 +21,7 @@ from .comm import backend_select
 from .comm.base import Comm
 from .comm.codec import exchange_values, sendable
 from .config import Config, Tier
-from .errors import ConfigError, OffloadIOError, ZeroshardError
+from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
@@ -193,8 +193,12 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.recover()
     try:
         runtime.tiers.check()
+        runtime.moved.check()
         runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to what the others are about to read
+    except StatesAway:
+        raise
     except ZeroshardError:
+        runtime.moved.forget()
         runtime.tiers.close()
         raise
     if runtime.saver is not None:
@@ -336,6 +340,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
     """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_state_dict")
+    runtime.moved.check("parameters", *(["masters"] if masters else []))
     runtime.tiers.check()
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:

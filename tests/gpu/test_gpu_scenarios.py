@@ -395,3 +395,23 @@ def test_weights_that_are_lent_and_gradients_that_come_late(name: str, stage: in
     on_device = [[tuple(t.cuda() for t in row[0])] for row in batches]  # of the first rank
     case = Case(seeded(build).cuda(), on_device, loss, optimizer=sgd, tolerance=1e-5)
     compare(sharded(case, 0, stage=stage, units=units), reference(case)[0], case.tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("wait", [True, False])
+def test_states_are_away_for_a_while(stage: int, device: str, wait: bool, tmp_path) -> None:
+    """Memory of the device is free in between, and what somebody else writes there meanwhile does no harm."""
+    plain = _plain()
+    model, optimizer = _sharded(_gpt2(), stage=stage, precision="fp32", offload_path=str(tmp_path))
+    _train(model, optimizer, 0, 2)
+    held = torch.cuda.memory_allocated()
+    zs.offload_states(model, device=device, non_blocking=not wait)
+    assert torch.cuda.memory_allocated() < held // 4
+    other = torch.full((held,), 255, dtype=torch.uint8, device="cuda")
+    with pytest.raises(zs.StatesAway):
+        optimizer.step()
+    del other
+    zs.reload_states(model)
+    _train(model, optimizer, 2, STEPS)
+    _check(model, plain, close=True)

@@ -125,6 +125,7 @@ def check_idle(runtime: Runtime, verb: str) -> None:
     busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
     if busy is not None:
         raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
+    runtime.moved.check()
     runtime.tiers.check()
 
 

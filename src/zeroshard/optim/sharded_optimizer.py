@@ -166,6 +166,7 @@ class OptimizerCore:
         runtime = self.runtime
         if runtime.closed:
             raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
+        runtime.moved.check()
         runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
