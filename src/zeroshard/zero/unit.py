@@ -29,7 +29,14 @@ from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..io.aligned import bytes_of
 from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
-from ..tensor.sharded_tensor import AwayParameter, ReleasedParameter, ReplicatedParameter, ShardedParameter, ShardedTensor, set_data
+from ..tensor.sharded_tensor import (
+    AwayParameter,
+    ReleasedParameter,
+    ReplicatedParameter,
+    ShardedParameter,
+    ShardedTensor,
+    set_data,
+)
 from ..tensor.tiled_parameter import Tile
 from .flat_buffer import GradientBuffer, ParameterBuffer
 
