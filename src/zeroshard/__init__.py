@@ -19,6 +19,7 @@ from .api import (
 )
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .checkpoint.safetensors import save_safetensors
+from .checkpoint.tensor_stream import stream_full_tensors
 from .config import Config, Offload
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
@@ -68,5 +69,5 @@ __all__ = [
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
     "gathered", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states", "report", "save", "save_safetensors", "shard",
-    "stop_together", "tile", "tiled_cross_entropy",
+    "stop_together", "stream_full_tensors", "tile", "tiled_cross_entropy",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import MLP, OddGPT, seeded, token_batches, vector_batches
 from offloading import tiers
+from private_ranks import PostOffice, PrivateComm
 from residence import in_own_process
 
 import zeroshard as zs
@@ -115,6 +116,17 @@ def test_an_allocator_that_gives_other_memory_back(stage, tmp_path, strict_devic
 @pytest.mark.parametrize("options", [{"map_shared": False}, {"delayed_update": 1, "offload_optimizer": "cpu"}])
 def test_other_ways_of_holding_states(options, tmp_path):
     run_threads(2, _compare, [(None, _folder(tmp_path), True)], {"stage": 3, "precision": "bf16", **options})
+
+
+def test_ranks_that_share_no_memory(tmp_path):
+    office = PostOffice()
+
+    def rank_main(rank):
+        for stage in (1, 3):
+            options = {"stage": stage, "comm": PrivateComm(office, rank, 2, False)}
+            _compare(rank, [(None, _folder(tmp_path), True)], options)
+
+    run_threads(2, rank_main)
 
 
 def test_states_that_rest_on_disk_already(tmp_path):

@@ -153,7 +153,9 @@ def _offload(runtime: Runtime, device: Any, pin_memory: bool) -> Offload:
     elif isinstance(device, (str, os.PathLike)) and os.path.isdir(device):
         offload = Offload("nvme", path=os.fspath(device))
     else:
-        raise ConfigError(f"zs.offload_states: device: expected 'cpu', 'nvme', an existing folder or a zs.Offload, got {device!r}.")
+        raise ConfigError(
+            f"zs.offload_states: device: expected 'cpu', 'nvme', an existing folder or a zs.Offload, got {device!r}."
+        )
     if offload.tier is Tier.DEVICE:
         raise ConfigError("zs.offload_states: device: expected 'cpu', 'nvme', a folder or a zs.Offload of these, got 'none'.")
     return offload
@@ -170,9 +172,9 @@ def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> 
         runtime.tiers.check_space({offload.path: everyone[runtime.comm.rank][1]}, on_host)  # type: ignore[dict-item,list-item]
     except (ConfigError, OSError, OffloadIOError) as error:
         problem = error
-    found = next((error for error in exchange_values(runtime.comm, problem, "zs.offload_states: room") if error is not None), None)
-    if found is not None:
-        raise found
+    for error in exchange_values(runtime.comm, problem, "zs.offload_states: room"):
+        if error is not None:
+            raise error
 
 
 # -- what there is -------------------------------------------------------------------------------------------------
