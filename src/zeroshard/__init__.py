@@ -17,6 +17,7 @@ from .api import (
     full_state_dict,
     shard,
 )
+from .averaged_model import AveragedModel, ema
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .checkpoint.safetensors import save_safetensors
 from .checkpoint.tensor_stream import stream_full_tensors
@@ -60,14 +61,14 @@ from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 
 __all__ = [
-    "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
+    "ActivationReport", "AveragedModel", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
     "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
-    "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states", "report", "save", "save_safetensors", "shard",
-    "stop_together", "stream_full_tensors", "tile", "tiled_cross_entropy",
+    "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
+    "gathered", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states", "report", "save",
+    "save_safetensors", "shard", "stop_together", "stream_full_tensors", "tile", "tiled_cross_entropy",
 ]  # fmt: skip

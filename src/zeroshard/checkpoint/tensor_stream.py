@@ -10,7 +10,7 @@ but what is asked for, also of a unit that is larger than the budget.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,8 @@ from ..zero.unit import ParamGroup
 
 _CHUNK_NBYTES = 8 << 20  # of one rank's staging buffer
 _STAGING = 8  # all of them take at most this part of the budget
+
+Source = Callable[[ParamGroup], Rest]  # where the values of a group rest: a shard, or all of it
 
 
 @dataclass(eq=False)
@@ -76,8 +78,17 @@ def stream_full_tensors(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"zs.stream_full_tensors: dtype: expected a floating-point torch.dtype or None, got {dtype!r}.")
     _check(runtime, masters)
-    items = _chosen(_items(runtime, masters, dtype), names)
-    return _Stream(runtime, masters, max_nbytes).run(items)
+    source = _master_or_value if masters else _value
+    items = _chosen(_items(runtime, source, dtype), names)
+    return _Stream(runtime, source, masters, max_nbytes).run(items)
+
+
+def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
+    """The state dict with parameters from other resting places of slices (collective)."""
+    runtime, found = runtime_of(model), {}
+    for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
+        found |= batch
+    return found
 
 
 def _check(runtime: Runtime, masters: bool) -> None:
@@ -87,7 +98,7 @@ def _check(runtime: Runtime, masters: bool) -> None:
     runtime.recover()
 
 
-def _items(runtime: Runtime, masters: bool, dtype: torch.dtype | None) -> list[_Item]:
+def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Everything there is, in the order of units."""
     state = runtime.model.state_dict(keep_vars=True)  # names by object, since wrappers rename them
     tiled, known = parts_in(runtime.model, state), {}
@@ -101,7 +112,7 @@ def _items(runtime: Runtime, masters: bool, dtype: torch.dtype | None) -> list[_
         if names and names[0] in whole:
             whole[names[0]].sources.append((group, index, part))
         elif names:
-            given = _source(group, masters).dtype
+            given = source(group).dtype
             kept = dtype if dtype is not None and given.is_floating_point else given
             items.append(_Item(names, group.specs[index].shape if part is None else part.shape, kept, [(group, index, part)]))
             whole[names[0]] = items[-1]
@@ -123,15 +134,19 @@ def _chosen(items: list[_Item], names: Iterable[str] | None) -> list[_Item]:
     return [item for item in items if item.names]
 
 
-def _source(group: ParamGroup, masters: bool) -> Rest:
-    return group.master if masters and group.master is not None else group.values.rest
+def _value(group: ParamGroup) -> Rest:
+    return group.values.rest
+
+
+def _master_or_value(group: ParamGroup) -> Rest:
+    return group.master if group.master is not None else group.values.rest
 
 
 class _Stream:
     """One iteration."""
 
-    def __init__(self, runtime: Runtime, masters: bool, max_nbytes: int) -> None:
-        self.runtime, self.masters, self.max_nbytes = runtime, masters, max_nbytes
+    def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
+        self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
         self.tag = runtime.comm.new_serial() << 20
         self.nbytes = max(min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.comm.world_size + 2))), 1024)
         self.pool: StagingPool | None = None
@@ -193,7 +208,7 @@ class _Stream:
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Elements [start, stop) of the flat buffer of a group, in fresh memory."""
-        comm, layout, rest = self.runtime.comm, group.layout, _source(group, self.masters)
+        comm, layout, rest = self.runtime.comm, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # masters that are whole

@@ -15,7 +15,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from ..config import Offload, Tier
-from ..errors import StatesAway
+from ..errors import StatesAway, ZeroshardError
 from ..memory.release import give_back, take_again
 from .storage import MemoryRest, Pending, Rest, Tiers
 
@@ -46,10 +46,11 @@ class _Left:
 
 
 class MovedStates:
-    """What of one model is away."""
+    """What of one model is away. lent: in what other values stand for the parameters meanwhile, which may be read alone."""
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
+        self.lent = ""
         self._left: dict[str, list[_Left]] = {}
         self._classes: dict[int, tuple[Rest, type[Rest]]] = {}  # of the rests that refuse
         self._spare: dict[tuple, list[Rest]] = {}  # places in files that are free again, by `_kind`
@@ -63,6 +64,11 @@ class MovedStates:
 
     def check(self, *parts: str) -> None:
         """Raise StatesAway where one of the parts (none named: of all) is away."""
+        if self.lent and not set(parts) == {"parameters"}:
+            raise ZeroshardError(
+                f"inside {self.lent} other values stand for the model's parameters: only forwards, full_state_dict and "
+                "stream_full_tensors are possible; leave it first."
+            )
         away = [part for part in self._left if not parts or part in parts]
         if away:
             _refuse(", ".join(away))

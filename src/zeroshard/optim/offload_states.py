@@ -18,7 +18,7 @@ from ..activation_checkpointing.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
 from ..errors import ConfigError, OffloadIOError, ZeroshardError, did_you_mean
-from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
 from ..utils.host import host_identity
@@ -184,7 +184,7 @@ def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
     """Every resting place that others may reach, by part."""
     groups = runtime.groups
     return {
-        "optimizer": [rest for group in groups for rest in group.columns.values()],
+        "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
         "masters": [group.master for group in groups if group.master is not None],
         "parameters": [group.values.rest for group in groups],
         "gradients": [group.grads.rest for group in groups if group.grads is not None],
@@ -202,6 +202,8 @@ def _memories(runtime: Runtime) -> list[Memory]:
         found += _resting("masters", MASTERS, group.master)
         for column in group.columns.values():
             found += _resting("optimizer", OPTIMIZER, column)
+        for average in group.averages:
+            found += _resting("optimizer", AVERAGES, average)
         if grads is not None and grads.region is not None:
             found.append(Memory("gradients", GRADIENTS, grads.full, Tier.DEVICE, grads.reduced))
         elif grads is not None:

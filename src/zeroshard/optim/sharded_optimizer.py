@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class OptimizerCore:
                 self.runs[number].append(run)  # type: ignore[index]
         self._show_runs()
         self.last_step: StepRecord | None = None
+        self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally()
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
@@ -197,6 +199,8 @@ class OptimizerCore:
         self.publish(self._update())
         self._skipped_in_a_row = 0
         runtime.progress.note_step(skipped=False)
+        for follow in self.after_step:
+            follow()
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float) -> StepRecord:

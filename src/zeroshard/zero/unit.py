@@ -3,7 +3,8 @@
 A unit is usually one block of the model. Its parameters of one (dtype, requires_grad) form a `ParamGroup` with one
 flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
 
-    SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     AWAY: see zs.offload_states; an illegal step raises with both phases and the unit's name
+    SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
+    SHARDED, of replicated units READY -> AWAY -> the same     zs.offload_states
 
 FETCHING is for shards that rest on the host or on disk and are on their way to the device, ahead of the gather.
 
@@ -173,6 +174,7 @@ class ParamGroup:
     master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
     offload: Offload = Offload()  # of masters and optimizer states
     columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
+    averages: list[Rest] = field(default_factory=list)  # of the shard over time: see zs.ema
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
