@@ -50,8 +50,10 @@ from .errors import (
     ZeroshardError,
 )
 from .optim.lion import Lion
+from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
 from .optim.step_record import StepRecord
+from .optim.whole_matrix import whole_matrix
 from .planner.forecast import Forecast, forecast
 from .planner.report import Report, report
 from .tiling.cross_entropy import tiled_cross_entropy
@@ -65,10 +67,10 @@ __all__ = [
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
     "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
-    "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
+    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
     "gathered", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states", "report", "save",
-    "save_safetensors", "shard", "stop_together", "stream_full_tensors", "tile", "tiled_cross_entropy",
+    "save_safetensors", "shard", "stop_together", "stream_full_tensors", "tile", "tiled_cross_entropy", "whole_matrix",
 ]  # fmt: skip

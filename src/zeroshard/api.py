@@ -26,6 +26,7 @@ from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_parameters, check_steps_itself
+from .optim.whole_matrix import check_whole
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
@@ -51,7 +52,7 @@ def shard(
 
     Args:
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
-        optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
+        optimizer: any elementwise torch.optim optimizer over the model's parameters, or one of zs.whole_matrix; or None (inference).
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
@@ -75,6 +76,7 @@ def shard(
     if optimizer is not None:
         check_elementwise(optimizer)
         check_steps_itself(optimizer)
+        check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group = backend_select.current(comm, device, config.stall_timeout_s)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..config import Placement
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED
-from ..memory.pool import StagingPool
 from ..offload.storage import Rest
 from ..tensor.tiled_parameter import Part, part_of, parts_in, whole_name
+from ..zero.chunked_gather import ChunkedGather
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 
@@ -147,10 +147,8 @@ class _Stream:
 
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
-        self.tag = runtime.comm.new_serial() << 20
-        self.nbytes = max(min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.comm.world_size + 2))), 1024)
-        self.pool: StagingPool | None = None
-        self.chunk = torch.empty(0)  # what all ranks have sent, (world_size, n)
+        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.comm.world_size + 2)))
+        self.gather = ChunkedGather(runtime.comm, runtime.ledger, nbytes)
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
         """A dictionary for each batch."""
@@ -165,8 +163,7 @@ class _Stream:
                 finally:
                     ledger.strike(GATHERED, nbytes)
         finally:
-            if self.pool is not None:
-                self.pool.close()
+            self.gather.close()
 
     def _batches(self, items: list[_Item]) -> Iterator[list[_Item]]:
         batch: list[_Item] = []
@@ -216,30 +213,17 @@ class _Stream:
         out = torch.empty(stop - start, dtype=dtype, device=comm.device)
         bounds = [layout.shard_range(rank) for rank in range(comm.world_size)]
         pieces = [(max(start, begin), max(min(stop, end), max(start, begin))) for begin, end in bounds]
-        step = self.nbytes // dtype.itemsize
-        for at in range(0, max(end - begin for begin, end in pieces), step):
-            parts = [(min(begin + at, end), min(begin + at + step, end)) for begin, end in pieces]
-            numel = max(end - begin for begin, end in parts)
-            self._send(rest, [bound - bounds[comm.rank][0] for bound in parts[comm.rank]], numel, dtype, group.values.label)
-            rows = self.chunk.view(torch.uint8)[: numel * comm.world_size * dtype.itemsize].view(dtype).view(comm.world_size, -1)
-            for row, (begin, end) in zip(rows, parts, strict=True):
-                out[begin - start : end - start].copy_(row[: end - begin])
-        return out
+        size, content, first = dtype.itemsize, out.view(torch.uint8), pieces[comm.rank][0] - bounds[comm.rank][0]
 
-    def _send(self, rest: Rest, mine: list[int], numel: int, dtype: torch.dtype, label: str) -> None:
-        """Elements of every rank's shard, (world_size, numel), into `chunk`; `mine`: from where to where of this rank's."""
-        comm = self.runtime.comm
-        if self.pool is None:
-            self.pool = StagingPool(comm, self.runtime.ledger, self.nbytes, 2, 2)
-            self.chunk = torch.empty(self.pool.nbytes * comm.world_size, dtype=torch.uint8, device=comm.device)
-        number, region = self.pool.take(numel, dtype, whole=False)
-        if mine[0] < mine[1]:
-            region.tensor[: mine[1] - mine[0]].copy_(rest.load(*mine))
-        full = self.chunk[: numel * comm.world_size * dtype.itemsize].view(dtype)
-        self.runtime.ledger.sent("gather", numel * dtype.itemsize * (comm.world_size - 1), label)
-        work = comm.gather(full, region, label, tag=self.tag)
-        work.wait()
-        self.pool.give(number, work)
+        def mine(begin: int, end: int) -> Tensor:
+            return rest.load(first + begin // size, first + end // size).to(dtype).contiguous().view(torch.uint8)
+
+        def take(rank: int, begin: int, part: Tensor) -> None:
+            at = (pieces[rank][0] - start) * size + begin
+            content[at : at + part.numel()].copy_(part)
+
+        self.gather.run([(end - begin) * size for begin, end in pieces], mine, take, group.values.label)
+        return out
 
 
 def _stretches(batch: list[_Item]) -> Iterator[list[_Item]]:
