@@ -104,8 +104,7 @@ def _equal(rank, name, expected, options):
     return runtime_of(model).ledger.traffic["gather"].units
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage, world", [(0, 2), (1, 3), (2, 2), (3, 3)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_as_on_one_process(name, stage, world):
     gathers = run_threads(world, _equal, name, _reference(name, world), {"stage": stage})[0]
@@ -179,7 +178,7 @@ def test_checkpoints_at_another_world_size(name, tmp_path):
         if world == 2:  # else other batches
             _check(zs.full_state_dict(model), expected)
 
-    for stage, world in ((3, 2), (0, 2), (1, 2), (2, 3), (3, 1)):
+    for stage, world in ((0, 2), (1, 2), (3, 3)):
         run_threads(world, load, stage, world)
 
 
