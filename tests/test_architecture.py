@@ -28,7 +28,7 @@ LAYERS = (
     ("zero",),  # units, gather and reduce, hooks, runtime
     ("optim", "activation_checkpointing"),
     ("tiling", "checkpoint", "planner", "data"),
-    ("api",),
+    ("api", "averaged_model"),
     ("__init__",),
     ("models", "launch"),
     ("integrations",),

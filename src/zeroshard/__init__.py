@@ -17,8 +17,10 @@ from .api import (
     full_state_dict,
     shard,
 )
+from .averaged_model import AveragedModel, ema
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .checkpoint.safetensors import save_safetensors
+from .checkpoint.tensor_stream import stream_full_tensors
 from .config import Config, Offload
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
@@ -43,12 +45,16 @@ from .errors import (
     ShardedAccessError,
     ShardedWriteError,
     StallError,
+    StatesAway,
     SwapError,
     ZeroshardError,
 )
 from .optim.lion import Lion
+from .optim.muon import Muon
+from .optim.offload_states import offload_states, reload_states
 from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.step_record import StepRecord
+from .optim.whole_matrix import whole_matrix
 from .planner.forecast import Forecast, forecast
 from .planner.report import Report, report
 from .tiling.cross_entropy import tiled_cross_entropy
@@ -58,14 +64,15 @@ from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 
 __all__ = [
-    "ActivationReport", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
+    "ActivationReport", "AveragedModel", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
     "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
-    "ModelMismatch", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
-    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StepRecord", "SwapError",
+    "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
+    "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
-    "clip_grad_norm_", "close", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "report", "save", "save_safetensors", "shard",
-    "state_of", "stop_together", "tile", "tiled_cross_entropy", "value_of",
+    "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
+    "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states",
+    "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
+    "tiled_cross_entropy", "value_of", "whole_matrix",
 ]  # fmt: skip

@@ -20,12 +20,13 @@ from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
 from .config import Config, Tier
-from .errors import ConfigError, OffloadIOError, ZeroshardError
+from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_parameters, check_steps_itself
+from .optim.whole_matrix import check_whole
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
@@ -51,7 +52,7 @@ def shard(
 
     Args:
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
-        optimizer: any elementwise torch.optim optimizer over the model's parameters, or None (inference).
+        optimizer: any elementwise torch.optim optimizer over the model's parameters, or one of zs.whole_matrix; or None (inference).
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
@@ -75,6 +76,7 @@ def shard(
     if optimizer is not None:
         check_elementwise(optimizer)
         check_steps_itself(optimizer)
+        check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group = backend_select.current(comm, device, config.stall_timeout_s)
@@ -193,8 +195,12 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.recover()
     try:
         runtime.tiers.check()
+        runtime.moved.check()
         runtime.comm.exchange(b"", "zs.close: begin")  # a rank may still be writing to what the others are about to read
+    except StatesAway:
+        raise
     except ZeroshardError:
+        runtime.moved.forget()
         runtime.tiers.close()
         raise
     if runtime.saver is not None:
@@ -336,6 +342,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
     """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_state_dict")
+    runtime.moved.check("parameters", *(["masters"] if masters else []))
     runtime.tiers.check()
     whole: dict[int, Tensor] = {}
     for unit in runtime.units:

@@ -45,6 +45,10 @@ class ModelClosed(ZeroshardError):
     """A model or optimizer is used after `zs.close`."""
 
 
+class StatesAway(ZeroshardError):
+    """A model is used whose states were moved by `zs.offload_states`."""
+
+
 class CollectiveMismatch(ZeroshardError):
     """Ranks entered different collective operations."""
 

@@ -67,8 +67,9 @@ def tiled(tmp_path_factory):
 
     def rank_run(rank: int) -> None:
         model, optimizer = build("tiles", groups=2, precision="fp16", initial_loss_scale=8.0)
+        average = zs.ema(model)
         train(model, optimizer, rank, BATCHES)
-        zs.save(root, model, optimizer, name="x", step=12, extra={"mine": rank, "ours": "same"})
+        zs.save(root, model, optimizer, name="x", step=12, extra={"mine": rank, "ours": "same", "average": average})
         zs.close(model)
 
     run_threads(2, rank_run)
@@ -389,6 +390,11 @@ def test_must_19_extras(odd, tiled):
     assert odd[0].object("extra.note") == {"a": [1, 2]}
     assert [tiled.object(f"extra.mine.{rank}") for rank in range(2)] == [0, 1] and tiled.object("extra.ours") == "same"
     assert "extra.mine" not in tiled.objects
+    kept, shapes = tiled.object("extra.average"), {name: entry["shape"] for name, entry in tiled.tensors.items()}
+    assert set(kept) == {"decay", "updates"}
+    slices = {name.removeprefix("slices.average."): shape for name, shape in shapes.items() if name.startswith("slices.")}
+    assert slices and all(shape == shapes[f"model.{name}"] for name, shape in slices.items())
+    assert all(tiled.tensors[f"slices.average.{name}"]["keys"] == ["slices", "average", name] for name in slices)
 
 
 def test_must_20_nothing_of_ours_needs_trust(odd, tiled, adapters):

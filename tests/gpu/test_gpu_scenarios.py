@@ -10,6 +10,7 @@ Skipped where there is no GPU (conftest.py does that for the marker).
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -395,3 +396,49 @@ def test_weights_that_are_lent_and_gradients_that_come_late(name: str, stage: in
     on_device = [[tuple(t.cuda() for t in row[0])] for row in batches]  # of the first rank
     case = Case(seeded(build).cuda(), on_device, loss, optimizer=sgd, tolerance=1e-5)
     compare(sharded(case, 0, stage=stage, units=units), reference(case)[0], case.tolerance)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("wait", [True, False])
+def test_states_are_away_for_a_while(stage: int, device: str, wait: bool, tmp_path) -> None:
+    """Memory of the device is free in between, and what somebody else writes there meanwhile does no harm."""
+    plain = _plain()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model, optimizer = _sharded(_gpt2(), stage=stage, precision="fp32", offload_path=str(tmp_path))
+    _train(model, optimizer, 0, 2)
+    held = torch.cuda.memory_allocated() - before
+    zs.offload_states(model, device=device, non_blocking=not wait)
+    assert torch.cuda.memory_allocated() - before < held // 4
+    other = torch.full((held,), 255, dtype=torch.uint8, device="cuda")
+    with pytest.raises(zs.StatesAway):
+        optimizer.step()
+    del other
+    zs.reload_states(model)
+    _train(model, optimizer, 2, STEPS)
+    _check(model, plain, close=True)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_averages_streams_and_whole_matrices(stage: int, tier: str, tmp_path) -> None:
+    """An average and a stream of whole tensors, of Muon's parameters, whose states rest on any tier."""
+    model = _gpt2()
+    for param in model.parameters():
+        param.use_muon = param.dim() == 2
+    expected = copy.deepcopy(model)
+    for old, new in zip(model.parameters(), expected.parameters(), strict=True):
+        new.use_muon = old.use_muon
+    reference = zs.Muon(expected.parameters(), lr=1e-3)
+    _train(expected, reference)
+    options = {"offload_optimizer": tier, "offload_path": str(tmp_path)} if tier != "none" else {}
+    model, optimizer = zs.shard(model, zs.Muon(model.parameters(), lr=1e-3), stage=stage, precision="fp32", **options)
+    average = zs.ema(model, 0.0)
+    _train(model, optimizer)
+    with average.swapped(model):
+        got = {name: value for part in zs.stream_full_tensors(model, max_nbytes=1 << 16) for name, value in part.items()}
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(got[name], value, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(average.full_state_dict()[name], got[name])
+    zs.close(model)

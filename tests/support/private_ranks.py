@@ -97,7 +97,7 @@ class PrivateComm(Comm):
         self._send(number, label, [mine.clone()] * self.world_size)
         for peer, row in enumerate(rows):
             if peer != self.rank:
-                row.fill_(math.nan)
+                row.fill_(math.nan if row.is_floating_point() else 255)
 
         def finish() -> None:
             for row, part in zip(rows, self._receive(number, label, mine.clone()), strict=True):

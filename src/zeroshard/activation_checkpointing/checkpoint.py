@@ -150,6 +150,13 @@ def attached_to(model: nn.Module) -> Attached:
     return attached
 
 
+def give_back_memory(model: nn.Module) -> None:
+    """Give up memory in which no checkpoints are kept: it comes again in the next step. Nothing where the model has none."""
+    attached = model.__dict__.get(_ATTACHED)
+    if attached is not None and not attached.store.alive():
+        attached.store.place.give_back()
+
+
 # -- what the options mean -----------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,9 @@ class Place(ABC):
         """Called when nothing is kept: grow to what has been needed, and say so."""
         return None
 
+    def give_back(self) -> None:
+        """Give up memory where nothing is kept: it comes again when it is needed."""
+
     @abstractmethod
     def close(self) -> None:
         """Give up all memory and files."""
@@ -207,6 +210,11 @@ class MemoryPlace(Place):
                 self.streams.finish(ticket)
         self._down = self._up = None
         self._dying.clear()
+
+    def give_back(self) -> None:
+        """See Place."""
+        if not (self._space.used_nbytes or self._beyond_nbytes):
+            self.close()
 
     def close(self) -> None:
         self._finish()

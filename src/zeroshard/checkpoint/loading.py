@@ -35,12 +35,14 @@ from ..errors import (
 )
 from ..io.tensor_reader import Stored, differ
 from ..memory.host_memory import available_nbytes
+from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
 from ..tensor.tiled_parameter import part_of
 from ..utils.host import ranks_here
 from ..zero.runtime import Runtime, runtime_of
+from ..zero.unit import ParamGroup
 from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
@@ -53,7 +55,7 @@ from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .saving import check_idle, core_of, saver_of
 from .source import Opened, name_left_out
-from .user_state import check_named
+from .user_state import check_named, slices_of
 
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
@@ -186,7 +188,8 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
 def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest) -> bool:
     """Whether all that a checkpoint has is read, so that it is verified on the way, and goes to the device."""
     tiers = {runtime.config.offload_param.tier, runtime.config.offload_optimizer.tier}
-    return tiers == {Tier.DEVICE} and (core is not None or holding.GROUPS not in manifest.objects)
+    sliced = any(name.startswith(holding.SLICES) for name in manifest.tensors)  # may not be asked for, and are read by themselves
+    return tiers == {Tier.DEVICE} and not sliced and (core is not None or holding.GROUPS not in manifest.objects)
 
 
 class _Loading:
@@ -203,6 +206,8 @@ class _Loading:
         self.groups: list[dict[str, Any]] = []
         self.reading = Reading()
         self.restoring: state_loading.Restoring | None = None
+        self.slices: list[tuple[str, ParamGroup, int, Rest]] = []  # (key in `stored_slices`, where they go)
+        self.stored_slices: dict[str, Stored] = {}
 
     # -- compare ---------------------------------------------------------------------------------------------
 
@@ -228,7 +233,7 @@ class _Loading:
                 else:
                     missing.append(f"{name} {shape}")
         problems = untied + self._compare_buffers(missing, mismatched, used)
-        problems += self._compare_optimizer()
+        problems += self._compare_optimizer() + self._find_slices(extra)
         if missing and self.opened.trained_only:
             problems.append(
                 "  It holds what was trained alone; the model trains more now. Load it into the model as it was frozen then and "
@@ -333,6 +338,22 @@ class _Loading:
                     state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")  # as torch's optimizers have it
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
+        return problems
+
+    def _find_slices(self, extra: dict[str, Any]) -> list[str]:
+        """Note what objects of `extra` keep of parameters; what does not fit."""
+        problems = []
+        for name, shards in slices_of(extra, self.runtime.model).items():
+            saved = self.opened.slices.get(name, {})
+            for group, rest in shards:
+                for index, (param, part) in enumerate(holding.names_of_group(group)):
+                    stored, shape = saved.get(param), tuple(group.specs[index].shape if part is None else part.shape)
+                    if stored is None or stored.shape != shape:
+                        problems.append(f"  extra {name}: {param}: saved {stored.shape if stored else 'nothing'}, wanted {shape}")
+                        continue
+                    key = f"{name}.{group.specs[index].name}"
+                    self.stored_slices[key] = stored.cut(part)
+                    self.slices.append((key, group, index, rest))
         return problems
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -490,6 +511,10 @@ class _Loading:
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):
                 taken = given.keys() - {"params"} if self.opened.ours else (given.keys() & mine.keys()) - _IMPLEMENTATION
                 mine.update({key: given[key] for key in taken})
+        stored = reading.guard(self.stored_slices)
+        for key, group, index, rest in self.slices:
+            home = group.homes[index]
+            state_loading.copy_to_rest(stored[key], home.start, home.stop, rest, home.begin)
         self._take_own()
         mine = (reading.error, None if refused is None else str(refused))
         everyone = exchange_values(self.comm, mine, "zs.load: read")

@@ -374,6 +374,9 @@ def open_own(
         elif name.startswith(holding.STATE):
             *_, parameter, key = manifest.tensors[name].keys
             opened.states.setdefault(parameter, {})[key] = stored
+        elif name.startswith(holding.SLICES):
+            _, extra, parameter = manifest.tensors[name].keys
+            opened.slices.setdefault(extra, {})[parameter] = stored
     for alias, first in manifest.ties.items():
         if first in opened.model:
             opened.model.setdefault(alias, opened.model[first])

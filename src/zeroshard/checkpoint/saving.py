@@ -26,7 +26,7 @@ from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
-from .user_state import Extra, alike, serialised
+from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
 
@@ -61,7 +61,7 @@ def save(
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
         optimizer: the model's; None: only the model is saved.
-        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders) or plain values that torch.save takes.
+        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or plain values that torch.save takes.
             Where ranks give different ones each rank's is kept.
         step: for the name and the record; None: the optimizer steps taken.
         name: of the checkpoint; None: step-00000100.
@@ -87,12 +87,12 @@ def save(
     check_idle(runtime, "zs.save")
     if runtime.unusable:  # a load ended half-way: what is there is a mixture
         raise CheckpointError(runtime.unusable)
-    saver, plan, core, extras, problem = saver_of(runtime), None, None, {}, None
+    saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
         plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite)
-        extras = serialised(extra)
+        extras, slices = serialised(extra), slices_of(extra, model)
     except Exception as error:
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
@@ -102,7 +102,7 @@ def save(
     draft = _make_draft(runtime.comm, plan)
     try:
         contents = {name: each.content for name, each in extras.items()}
-        return Writing(saver, plan, draft, core, contents, shared, begin).run()
+        return Writing(saver, plan, draft, core, contents, slices, shared, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -125,6 +125,7 @@ def check_idle(runtime: Runtime, verb: str) -> None:
     busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
     if busy is not None:
         raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
+    runtime.moved.check()
     runtime.tiers.check()
 
 

@@ -50,6 +50,7 @@ class Opened:
     scalars: list[str] | None = None  # keys of states that are one number a parameter; None: not known
     progress: dict[str, Any] | None = None  # steps taken, loss scale
     extras: dict[str, Any] = field(default_factory=dict)
+    slices: dict[str, dict[str, Stored]] = field(default_factory=dict)  # name of an extra -> parameter -> what it keeps of it
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras of this rank that only trusted=True reads, and why
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
     per_rank: frozenset[str] = frozenset()
@@ -88,6 +89,7 @@ class Opened:
         self.model = {rename.get(name, name): stored for name, stored in self.model.items()}
         self.module_readers = {rename.get(name, name): reader for name, reader in self.module_readers.items()}
         self.states = {rename.get(key, key): state for key, state in self.states.items()}
+        self.slices = {name: {rename.get(key, key): at for key, at in kept.items()} for name, kept in self.slices.items()}
         for group in self.groups or ():
             group["params"] = [rename.get(member, member) for member in group["params"]]
 

@@ -6,6 +6,7 @@
     zeroshard.state           steps taken, loss scale
     zeroshard.rng.<rank>      random generators
     extra.<name>              what the user gave; extra.<name>.<rank> where ranks gave different things
+    slices.<name>.<name>      what the first of them keeps of each parameter, in its shape (user_state.HoldsSlices)
 
 Names are those of whole parameters: tiles, wrappers, units and flat buffers leave no trace, so that any other partition
 can read it. Replicated states are cut as sharded ones are: each rank writes its part.
@@ -34,8 +35,8 @@ from ..zero.unit import ParamGroup
 from .dcp import MAX_BLOB_NBYTES, storable
 from .safetensors import names_of, prefixes_of
 
-MODEL, STATE, GROUPS, OWN, RNG, EXTRA = (
-    "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.",
+MODEL, STATE, GROUPS, OWN, RNG, EXTRA, SLICES = (
+    "model.", "optim.state.", "optim.param_groups", "zeroshard.state", "zeroshard.rng.", "extra.", "slices.",
 )  # fmt: skip
 
 
@@ -103,8 +104,14 @@ def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
     return found
 
 
-def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool) -> Contents:
-    """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained."""
+Slices = list[tuple[ParamGroup, Rest]]  # of shards: one value an element
+
+
+def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, slices: dict[str, Slices] | None = None) -> Contents:
+    """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained.
+
+    slices: of extras, by name.
+    """
     contents, prefixes = Contents(), prefixes_of(runtime.model)
     for group in runtime.groups:
         _add_values(contents, prefixes, group, frozen or group.trainable)
@@ -114,6 +121,9 @@ def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool) -> Co
         _add_states(contents, runtime, core)
         if runtime.comm.rank == 0:
             contents.objects[GROUPS] = param_groups(runtime, core)
+    for extra, shards in (slices or {}).items():
+        for group, rest in shards:
+            _add_slices(contents, group, extra, rest)
     if runtime.comm.rank == 0:
         contents.objects[OWN] = runtime.progress.state()
     contents.objects[f"{RNG}{runtime.comm.rank}"] = generators(runtime.comm.device)
@@ -148,6 +158,13 @@ def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: Param
         if home.stop > home.start or _first(group, index):
             guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
             contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
+
+
+def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest) -> None:
+    for index, named in enumerate(names_of_group(group)):
+        home = group.homes[index]
+        if home.stop > home.start or _first(group, index):
+            contents.add(_place(group, index, named, ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
 
 
 def _add_others(contents: Contents, runtime: Runtime) -> None:

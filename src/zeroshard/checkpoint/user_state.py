@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,31 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
 from ..errors import ConfigError, ZeroshardError
+from ..offload.storage import Rest
+from ..zero.unit import ParamGroup
 from . import directory as places
+
+
+class HoldsSlices(Protocol):
+    """An object of `extra` that keeps one value for each element of a model's parameters, cut as they are (zs.ema).
+
+    They are saved as parameters are, by name, and come back cut as the model is that loads them. The rest is its state dict.
+    """
+
+    def slices(self, model: nn.Module) -> list[tuple[ParamGroup, Rest]]:
+        """The shard of each group of parameters, where it rests. Raises ConfigError where it is of another model."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Called when slices are in place."""
+
+
+def slices_of(extra: Mapping[str, Any] | None, model: nn.Module) -> dict[str, list[tuple[ParamGroup, Rest]]]:
+    """Of those that hold some, by name."""
+    return {name: value.slices(model) for name, value in (extra or {}).items() if callable(getattr(value, "slices", None))}
+
 
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}  # equal if they are written alike
 

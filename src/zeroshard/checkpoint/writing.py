@@ -175,14 +175,14 @@ class Writing:
 
     def __init__(
         self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
-        shared: set[str], begin: float,
+        slices: dict[str, holding.Slices], shared: set[str], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.comm
         self.draft = draft if isinstance(draft, places.Draft) else None
         self.folder = draft.path if isinstance(draft, places.Draft) else draft
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
-        self.extras = extras
+        self.extras, self.slices = extras, slices
         self.stem = f"rank-{self.comm.rank:05d}"
         self.file = self.folder / f"{self.stem}.distcp"
         self.held: int | None = None  # the lock that tells that this rank is alive
@@ -259,7 +259,7 @@ class Writing:
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
             )
-        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only)
+        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only, slices=self.slices)
         self.layout = layout = self._with_extras(self.saver.layout(self.contents))
         asynchronous = self.plan.asynchronous
         with self._write_errors():

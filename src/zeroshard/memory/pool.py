@@ -27,6 +27,7 @@ from ..config import Tier
 from ..errors import OffloadIOError
 from ..tensor.flat_layout import round_up
 from .ledger import STAGING, Ledger
+from .release import give_back, take_again
 
 _PATIENCE_S = 0.05  # a wait for a free buffer that lasts this long is announced to the peers
 _LONGEST_S = 5.0  # after this a further buffer is touched in any case
@@ -38,6 +39,7 @@ class _Buffer:
     work: Work | None = None  # the reduction that reads it
     taken: bool = False
     touched: bool = False
+    nbytes: int = 0  # that it had, where it was given back
 
 
 class StagingPool:
@@ -73,6 +75,8 @@ class StagingPool:
             buffer.work = None
         if not buffer.touched:
             buffer.touched = True
+            if buffer.nbytes:
+                take_again(buffer.region.tensor, buffer.nbytes)
             self.ledger.enter(STAGING, self.nbytes)
         buffer.taken = True
         return number, self._view(number, numel, dtype, whole)
@@ -140,6 +144,16 @@ class StagingPool:
             self._views[key] = view
         return self._views[key]
 
+    def give_back(self) -> None:
+        """Between steps, when no rank reads them: their memory comes again when they are next taken."""
+        for buffer in self._buffers:
+            if buffer.touched and not buffer.taken:
+                if buffer.work is not None:
+                    buffer.work.drain()
+                    buffer.work = None
+                buffer.nbytes, buffer.touched = give_back(buffer.region.tensor), False
+                self.ledger.strike(STAGING, self.nbytes)
+
     def close(self) -> None:
         """Drop all memory."""
         for buffer in self._buffers:
@@ -198,6 +212,12 @@ class BufferPool:
         """A buffer that was taken will not come back."""
         self._made -= 1
         self.ledger.strike(STAGING, self.nbytes, self.tier)
+
+    def give_back(self) -> None:
+        """Drop the memory of free buffers: others are made when they are needed."""
+        while self._free:
+            self._settled(0)
+            self.lose()
 
     def close(self) -> None:
         """Drop all memory."""
@@ -301,6 +321,12 @@ class Arena:
             if piece.given and piece.pending is not None:
                 piece.pending.wait()
         self._reclaim(wait=False)
+
+    def give_back(self) -> None:
+        """Drop the memory where nothing is in use: `reserve` makes it again."""
+        self.drain()
+        if not self._pieces:
+            self._drop()
 
     def _drop(self) -> None:
         self.ledger.strike(STAGING, self.nbytes, self.tier)

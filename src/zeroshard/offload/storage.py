@@ -366,8 +366,12 @@ class Tiers:
 
     def rest(self, category: str, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
         """A new resting place, zero-filled, entered in the ledger."""
+        self.enter(category, numel * dtype.itemsize, offload.tier)
+        return self.place(offload, numel, dtype)
+
+    def place(self, offload: Offload, numel: int, dtype: torch.dtype) -> Rest:
+        """A new resting place, zero-filled, whose bytes its owner counts."""
         tier = offload.tier
-        self.enter(category, numel * dtype.itemsize, tier)
         if tier is Tier.DISK and self.comm.imagined:
             return ImaginedRest(numel, dtype, self)
         if tier is Tier.DISK:

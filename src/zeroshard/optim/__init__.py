@@ -1,1 +1,1 @@
-"""The sharded optimizer: any elementwise torch.optim optimizer, stepping flat shards."""
+"""The sharded optimizer: any elementwise torch.optim optimizer, stepping flat shards; others, whole parameters in turns."""

@@ -204,6 +204,11 @@ class HostStepper:
         self.forget()
         self.pool.drain()
 
+    def give_back(self) -> None:
+        """Give up the memory of buffers until the next step."""
+        self.forget()
+        self.pool.give_back()
+
     def close(self) -> None:
         """Give up all buffers and threads."""
         self.forget()

@@ -23,7 +23,7 @@ from .state_storage import ColumnStates, DeviceStates
 class Run:
     """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
 
-    states: its optimizer states. tensor: the leaf that the inner optimizer steps (values or masters, sharing memory); None
+    whole: it is one parameter, which is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the leaf that the inner optimizer steps (values or masters, sharing memory); None
     where the states are offloaded and the host steps the run.
     """
 
@@ -33,6 +33,7 @@ class Run:
     indices: list[int]
     states: DeviceStates | ColumnStates
     tensor: nn.Parameter | None
+    whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,18 +52,20 @@ class Run:
 class RunMaker:
     """Makes the runs of one optimizer.
 
-    replicated: optimizer states are whole on every rank. state: the inner optimizer's.
+    replicated: optimizer states are whole on every rank. state: the inner optimizer's. alone: ids of parameters that are stepped
+    as a whole, each a run of its own.
     """
 
-    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers) -> None:
-        self.replicated, self.state, self.tiers = replicated, state, tiers
+    def __init__(self, replicated: bool, state: dict[Tensor, dict], tiers: Tiers, alone: set[int]) -> None:
+        self.replicated, self.state, self.tiers, self.alone = replicated, state, tiers, alone
 
     def make(self, group: ParamGroup, start: int, stop: int, indices: list[int]) -> Run:
         """One run without states."""
+        whole = id(group.params[indices[0]]) in self.alone
         if group.offload.tier is not Tier.DEVICE:
-            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None)
+            return Run(group, start, stop, indices, ColumnStates(group, self.tiers, start, stop), None, whole)
         tensor = nn.Parameter(self.stepped(group)[start:stop])
-        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor)
+        return Run(group, start, stop, indices, DeviceStates(self.state, tensor), tensor, whole)
 
     def stepped(self, group: ParamGroup) -> Tensor:
         """What the inner optimizer steps, on the device: masters where there are any, else the values."""
@@ -92,13 +95,15 @@ class RunMaker:
         step count lives on every rank, so that all ranks show the same states.
         """
         pending: list[tuple[object, int, int, list[int]]] = []
+        alone = [id(param) in self.alone for param in group.params]
         for index, key in enumerate(keys):
             if key is None:
                 continue
             start, stop = self.slot_range(group, index)
             if start == stop:
                 start = stop = pending[-1][2] if pending else 0
-            if pending and pending[-1][0] == key and pending[-1][2] == start:
+            apart = alone[index] or (pending and alone[pending[-1][3][0]])
+            if pending and not apart and pending[-1][0] == key and pending[-1][2] == start:
                 last = pending.pop()
                 pending.append((key, last[1], stop, [*last[3], index]))
             else:
@@ -123,7 +128,7 @@ class RunMaker:
         for run in runs:
             last = next((other for other in reversed(bunches[-1]) if other.numel), run) if bunches else run
             adjoins = bunches and bunches[-1][0].group is run.group and (not run.numel or last is run or last.stop == run.start)
-            if adjoins and kind == run.states.kind():
+            if adjoins and kind == run.states.kind() and not (run.whole or bunches[-1][0].whole):
                 bunches[-1].append(run)
             else:
                 bunches.append([run])

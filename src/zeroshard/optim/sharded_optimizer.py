@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from .segments import Run, RunMaker, state_nbytes
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
 from .step_record import StepRecord
 from .validation import check_members
+from .whole_matrix import WholeStepper, whole_parameters
 
 
 class OptimizerCore:
@@ -45,7 +47,8 @@ class OptimizerCore:
         self.outer, self.runtime, self.comm = optimizer, runtime, runtime.comm
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
-        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers)
+        self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
+        self.whole = WholeStepper(inner_copy(optimizer), self.comm, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, self._fused())
@@ -64,6 +67,7 @@ class OptimizerCore:
                 self.runs[number].append(run)  # type: ignore[index]
         self._show_runs()
         self.last_step: StepRecord | None = None
+        self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally()
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
@@ -78,7 +82,7 @@ class OptimizerCore:
     def _show_runs(self) -> None:
         """The inner optimizer's param_groups are the runs that it steps on the device."""
         for group, runs in zip(self.inner.param_groups, self.runs, strict=True):
-            group["params"] = [run.tensor for run in runs if run.tensor is not None]
+            group["params"] = [run.tensor for run in runs if run.tensor is not None and not run.whole]
 
     @property
     def stepped_groups(self) -> list[ParamGroup]:
@@ -166,6 +170,7 @@ class OptimizerCore:
         runtime = self.runtime
         if runtime.closed:
             raise ModelClosed("optimizer.step() after zs.close(model): make a new optimizer of its parameters.")
+        runtime.moved.check()
         runtime.tiers.check()
         for unit in runtime.units:
             unit.check_unchanged()
@@ -198,6 +203,8 @@ class OptimizerCore:
         self.publish(self._update())
         self._skipped_in_a_row = 0
         runtime.progress.note_step(skipped=False)
+        for follow in self.after_step:
+            follow()
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
@@ -246,17 +253,21 @@ class OptimizerCore:
         self._split_where_inactive(stepped)
         self._copy_options(self.outer, self.inner)
         runs = [run for run in self._all_runs() if id(run.group) in stepped and run.active]
+        runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
-        before = self._settings() if self.host is not None else None
+        before = self._settings() if self.host is not None or whole else None
         self.inner.step()
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = None
         self._copy_options(self.inner, self.outer)
-        if before is not None:
+        if self.host is not None:
             self._step_on_host(runs, *before)
+        if whole:
+            options = {id(run): o for number, o in enumerate(before[0]) for run in self.runs[number]}
+            self.whole.step([(run, options[id(run)]) for run in whole])
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
@@ -430,6 +441,7 @@ class OptimizerCore:
         self.wait()
         if self.host is not None:
             self.host.close()
+        self.whole.close()
         self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)
         self._state_nbytes = 0
         self.inner.state.clear()

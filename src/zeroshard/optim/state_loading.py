@@ -216,10 +216,11 @@ def _fill_columns(run: Run, states: ColumnStates, given: list[SavedState]) -> No
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         for key, reader in state.tensors.items():
-            _copy_to_rest(reader, home.start, home.stop, columns[key], home.begin)
+            copy_to_rest(reader, home.start, home.stop, columns[key], home.begin)
 
 
-def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
+def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) -> None:
+    """Elements [start, stop) of a stored tensor -> elements from `begin` on of a resting place, some at a time."""
     for first in range(start, stop, _CHUNK_NUMEL):
         values = torch.empty(min(_CHUNK_NUMEL, stop - first), dtype=rest.dtype, device="cpu")
         reader.read(first, values)

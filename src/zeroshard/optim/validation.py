@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..zero.unit import ParamGroup
+from .whole_matrix import declared
 
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns",
@@ -25,12 +26,15 @@ _NOT_ELEMENTWISE = {
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
+    if declared(optimizer) is not None:
+        return
     for cls in type(optimizer).__mro__:
         reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
         if reason is not None:
             raise ConfigError(
                 f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
-                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion."
+                "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter by itself, "
+                "declare that: zs.whole_matrix(class)."
             )
 
 

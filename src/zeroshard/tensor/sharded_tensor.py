@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..errors import ShardedAccessError, ShardedWriteError
+from ..errors import ShardedAccessError, ShardedWriteError, StatesAway, ZeroshardError
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import chunk_list, shard_at, write_items
 from .memory_access import HasNoMemory
@@ -263,19 +263,36 @@ class ReplicatedParameter(nn.Parameter):
 class ReleasedParameter(nn.Parameter):
     """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
 
+    _refusal: type[ZeroshardError] = ShardedAccessError
+    _why = (
+        "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
+        "take it from the module (a sharded parameter), or use zs.gathered(module)."
+    )
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         reads_data = getattr(func, "__self__", None) is torch.Tensor.data
         if getattr(func, "__name__", "") in _HARMLESS and not reads_data:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise ShardedAccessError(
-            "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
-            "take it from the module (a sharded parameter), or use zs.gathered(module)."
-        )
+        raise cls._refusal(cls._why)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return "ReleasedParameter(its unit is not gathered)"
+
+
+class AwayParameter(ReleasedParameter):
+    """What a parameter of a replicated unit is while its memory is given up: see zs.offload_states."""
+
+    _refusal = StatesAway
+    _why = "the parameters of this model are away (zs.offload_states): call zs.reload_states(model), on all ranks, before they are used."
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        raise StatesAway(self._why)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return "AwayParameter(see zs.reload_states)"
 
 
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")

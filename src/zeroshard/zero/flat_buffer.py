@@ -103,6 +103,13 @@ class ParameterBuffer:
         self.full.untyped_storage().resize_(0)
         return views
 
+    def renew_views(self) -> bool:
+        """`full` may have other memory: make new views if it has."""
+        moved = bool(self.views) and self.views[0].data_ptr() != self.full.data_ptr()
+        if moved:
+            self.views = self._views()
+        return moved
+
     @property
     def staged(self) -> bool:
         """True where the shard must be fetched before it can be gathered."""
@@ -191,7 +198,7 @@ class GradientBuffer:
         self.layout, self.comm, self.ledger, self.pool = layout, comm, ledger, pool
         self.tag, self.label, self.dtype, self.send_dtype = tag, label, dtype, send_dtype
         self.tiers, self.offload = tiers, config.offload_gradient
-        self._twin: Rest | None = None  # takes turns with `rest` (delayed update)
+        self.twin: Rest | None = None  # takes turns with `rest` (delayed update)
         placement = config.row.gradient
         self.replicated = placement is Placement.REPLICATED
         self.region: Region | None = None
@@ -415,16 +422,16 @@ class GradientBuffer:
     def hand_over(self) -> Rest:
         """Give the reduced shard away, until the next call: it rests there, and coming gradients elsewhere."""
         self.land()
-        if self._twin is None:
+        if self.twin is None:
             twin = self.tiers.rest(GRADIENTS, self.offload, self.rest.numel, self.dtype)
-            self._twin = narrowed(twin, self.tiers, self.send_dtype)
+            self.twin = narrowed(twin, self.tiers, self.send_dtype)
         given = self.rest
         if self.region is None:
-            self.rest, self._twin = self._twin, self.rest
+            self.rest, self.twin = self.twin, self.rest
             if self.departure is not None:
                 self.departure.rest = self.rest
         else:
-            given = self._twin  # the shard is a part of the resting buffer, and stays
+            given = self.twin  # the shard is a part of the resting buffer, and stays
             given.store(0, self.rest.load(0, self.rest.numel))
         self.drop()
         return given

@@ -24,6 +24,7 @@ from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
+from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
@@ -57,6 +58,7 @@ class Runtime:
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         for group in self.groups:
             group.runtime = self
+        self.moved = MovedStates(tiers)
         self.optimizer: Any = None
         self.saver: Any = None  # of checkpoints
         self.unusable = ""  # why, where a load ended half-way
@@ -116,6 +118,7 @@ class Runtime:
             raise ModelClosed("this model was closed with zs.close(); zs.shard() it again to train it sharded.")
         if self.unusable:
             raise CheckpointError(self.unusable)
+        self.moved.check("parameters")
         self.tiers.check()
         self.recover()
         if not self.in_backward:
@@ -302,6 +305,7 @@ class Runtime:
             return
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
+        self.moved.check("parameters", "gradients")
         backward = self._await_end()
         self.frozen.follow()  # as of now: also what was switched since the forward
         backward.begun = True
@@ -449,6 +453,7 @@ class Runtime:
 
     def before_change(self) -> None:
         """Values, masters or states are about to be written: a save in the background copies them first."""
+        self.moved.check()
         self.recover()
         if self.saver is not None:
             self.saver.await_copy()
@@ -484,6 +489,7 @@ class Runtime:
 
     def flush(self) -> None:
         """Before gradients are used: reduce what zs.accumulate held back if no reduced backward followed (collective)."""
+        self.moved.check("gradients")
         self.recover()
         if self.account.lost:
             raise ZeroshardError(
@@ -495,6 +501,7 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """zero_grad: no gradient remains, on any rank."""
+        self.moved.check("gradients")
         self.recover()
         self.forget_backwards()
         for group in self.groups:
@@ -505,6 +512,7 @@ class Runtime:
     @torch.no_grad()
     def zero_gradients(self) -> None:
         """zero_grad(set_to_none=False): gradients there are become zeros; local sums held back are dropped."""
+        self.moved.check("gradients")
         self.recover()
         for group in self.groups:
             if group.grads is None:

@@ -39,6 +39,7 @@ _COLUMNS: dict[str, Callable[[dict], int]] = {
     "Adagrad": lambda options: 1,
     "ASGD": lambda options: 1,
     "Lion": lambda options: 1,
+    "Muon": lambda options: 1 if options.get("use_muon", True) else 2,
     "SGD": lambda options: int(options.get("momentum", 0) != 0),
     "RMSprop": lambda options: 1 + int(options.get("momentum", 0) > 0) + bool(options.get("centered")),
     "Adam": lambda options: 2 + bool(options.get("amsgrad")),

@@ -4,6 +4,7 @@ A unit is usually one block of the model. Its parameters of one (dtype, requires
 flat parameter buffer and one flat gradient buffer. Memory of a sharded unit goes through phases:
 
     SHARDED -> [FETCHING ->] GATHERING -> READY -> SHARDED     an illegal step raises with both phases and the unit's name
+    SHARDED, of replicated units READY -> AWAY -> the same     zs.offload_states
 
 FETCHING is for shards that rest on the host or on disk and are on their way to the device, ahead of the gather.
 
@@ -29,7 +30,14 @@ from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..io.aligned import bytes_of
 from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
-from ..tensor.sharded_tensor import ReleasedParameter, ShardedParameter, ShardedTensor
+from ..tensor.sharded_tensor import (
+    AwayParameter,
+    ReleasedParameter,
+    ReplicatedParameter,
+    ShardedParameter,
+    ShardedTensor,
+    set_data,
+)
 from ..tensor.tiled_parameter import Tile
 from .flat_buffer import GradientBuffer, ParameterBuffer
 
@@ -41,13 +49,15 @@ class Phase(Enum):
     FETCHING = "fetching"
     GATHERING = "gathering"
     READY = "ready"
+    AWAY = "away"
 
 
 _ALLOWED = {
-    Phase.SHARDED: {Phase.FETCHING, Phase.GATHERING},
+    Phase.SHARDED: {Phase.FETCHING, Phase.GATHERING, Phase.AWAY},
     Phase.FETCHING: {Phase.GATHERING, Phase.SHARDED},
     Phase.GATHERING: {Phase.READY, Phase.SHARDED},
-    Phase.READY: {Phase.SHARDED},
+    Phase.READY: {Phase.SHARDED, Phase.AWAY},
+    Phase.AWAY: {Phase.SHARDED, Phase.READY},
 }
 
 
@@ -168,6 +178,7 @@ class ParamGroup:
     master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
     offload: Offload = Offload()  # of masters and optimizer states
     columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
+    averages: list[Rest] = field(default_factory=list)  # of the shard over time: see zs.ema
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
@@ -197,6 +208,25 @@ class ParamGroup:
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.core.begin_write()
         self.runtime.before_change()
+
+    def leave(self) -> None:
+        """Parameters refuse to be used: their memory is given up, for a while."""
+        for param in self.params:
+            if self.values.sharded:
+                param._held = None  # type: ignore[attr-defined]  # read where it rests, which refuses
+            else:
+                param.__class__ = AwayParameter
+
+    def come_back(self) -> None:
+        """The inverse of `leave`. Memory may have another address."""
+        for index, param in enumerate(self.params):
+            if self.values.sharded:
+                param._held = None if self.values.staged else self.local(index)  # type: ignore[attr-defined]
+            else:
+                param.__class__ = ReplicatedParameter if self.trainable else nn.Parameter
+        if not self.values.sharded and self.values.renew_views():
+            for param, view in zip(self.params, self.values.views, strict=True):
+                set_data(param, view)
 
     def local(self, index: int) -> Tensor:
         """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
@@ -239,6 +269,8 @@ class ParamGroup:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
         if self.grads is None:
             return None
+        if self.runtime is not None:
+            self.runtime.moved.check("gradients")
         if self.grads.holds:
             raise ShardedAccessError(
                 f"{self.specs[index].name}.grad: backwards inside zs.accumulate have added to it what only this rank has. Run "
@@ -371,6 +403,8 @@ class Unit:
 
     def gather(self) -> None:
         """Start to gather (-> GATHERING); does nothing if that has happened. What fails (no memory) leaves the unit SHARDED."""
+        if self.phase is Phase.AWAY:
+            self.groups[0].runtime.moved.check("parameters")
         if self.phase not in (Phase.SHARDED, Phase.FETCHING):
             return
         self._move(Phase.GATHERING)
@@ -404,13 +438,25 @@ class Unit:
 
     def release(self) -> None:
         """READY -> SHARDED; the inverse of `ready`. Does nothing for replicated units."""
-        if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING):
+        if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING, Phase.AWAY):
             return
         self.ready()
         for group in self.groups:
             group.values.release()
         self._move(Phase.SHARDED)
         self.guard(True)
+
+    def leave(self) -> None:
+        """The parameters leave for another tier (SHARDED, of a replicated unit READY -> AWAY); what the user sees of them refuses."""
+        self._move(Phase.AWAY)
+        for group in self.groups:
+            group.leave()
+
+    def come_back(self) -> None:
+        """The inverse of `leave`."""
+        self._move(Phase.SHARDED if self.sharded else Phase.READY)
+        for group in self.groups:
+            group.come_back()
 
     def land(self) -> None:
         """Drop what is being gathered ahead (GATHERING -> SHARDED): its buffers are about to be gathered for something else."""

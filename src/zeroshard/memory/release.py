@@ -1,0 +1,46 @@
+"""Memory that is given back to the system while its tensors, and all views of them, stay.
+
+    device with an allocator     the storage is resized to nothing, and back: at another address, with any content
+    the host                     pages are dropped, the address stays; what is read there again are zeros
+
+Of the host's memory whole pages go, also those that ranks share (a memfd: for all ranks that map them).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from torch import Tensor
+
+from ..io.aligned import round_down, round_up
+
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9  # linux/mman.h: private pages; those of a file in memory
+
+
+def give_back(tensor: Tensor) -> int:
+    """Give up the memory of a contiguous tensor that nothing reads or writes. What `take_again` wants to be told."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    if tensor.device.type == "cpu":
+        _drop_pages(tensor.data_ptr(), tensor.nbytes)
+    else:
+        storage.resize_(0)
+    return nbytes
+
+
+def take_again(tensor: Tensor, nbytes: int) -> None:
+    """Have memory again; its content is to be written."""
+    if tensor.untyped_storage().nbytes() != nbytes:
+        tensor.untyped_storage().resize_(nbytes)
+
+
+def _drop_pages(address: int, nbytes: int) -> None:
+    """Whole pages of [address, address + nbytes). Where the system has no such call they stay."""
+    begin, end = round_up(address), round_down(address + nbytes)
+    if begin >= end or not hasattr(os, "memfd_create"):  # Linux's
+        return
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for advice in (_MADV_REMOVE, _MADV_DONTNEED):  # the first is refused for private memory
+        if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), advice) == 0:
+            return

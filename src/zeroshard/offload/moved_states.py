@@ -1,0 +1,181 @@
+"""States that have been moved to another tier for a while, all at once (zs.offload_states).
+
+    at rest   --- move --->   away: content in copies on the host or in files, memory given back   --- bring back --->   at rest
+
+What refers to a state (views, runs, regions that peers read) stays as it is; its `Rest` refuses meanwhile. What rests off the
+device already stays where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from ..config import Offload, Tier
+from ..errors import StatesAway, ZeroshardError
+from ..memory.release import give_back, take_again
+from .storage import MemoryRest, Pending, Rest, Tiers
+
+PARTS = ("optimizer", "masters", "parameters", "gradients")
+_CHUNK_NUMEL = 16 << 20  # of a device's memory on its way to a disk
+
+
+@dataclass(eq=False)
+class Memory:
+    """Memory of one state. kept: its content matters."""
+
+    part: str  # of PARTS
+    category: str  # in the ledger
+    tensor: Tensor
+    tier: Tier
+    kept: bool = True
+
+
+@dataclass(eq=False)
+class _Left:
+    """Where its content is (copy None: nobody needs it), and how much memory `take_again` is to have."""
+
+    memory: Memory
+    nbytes: int = 0
+    copy: Rest | None = None
+    path: str | None = None  # the folder of the copy
+    pending: Pending | None = None
+
+
+class MovedStates:
+    """What of one model is away. lent: in what other values stand for the parameters meanwhile, which may be read alone."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.lent = ""
+        self._left: dict[str, list[_Left]] = {}
+        self._classes: dict[int, tuple[Rest, type[Rest]]] = {}  # of the rests that refuse
+        self._spare: dict[tuple, list[Rest]] = {}  # places in files that are free again, by `_kind`
+
+    def __contains__(self, part: str) -> bool:
+        return part in self._left
+
+    @property
+    def any(self) -> bool:
+        return bool(self._left)
+
+    def check(self, *parts: str) -> None:
+        """Raise StatesAway where one of the parts (none named: of all) is away."""
+        if self.lent and not set(parts) == {"parameters"}:
+            raise ZeroshardError(
+                f"inside {self.lent} other values stand for the model's parameters: only forwards, full_state_dict and "
+                "stream_full_tensors are possible; leave it first."
+            )
+        away = [part for part in self._left if not parts or part in parts]
+        if away:
+            _refuse(", ".join(away))
+
+    def needed(self, memories: list[Memory], offload: Offload) -> int:
+        """Bytes that files must have besides."""
+        free = {kind: len(rests) for kind, rests in self._spare.items()}
+        total = 0
+        for tensor in (memory.tensor for memory in memories if memory.kept):
+            kind = _kind(offload.path, tensor)
+            total += 0 if free.get(kind, 0) > 0 else tensor.nbytes
+            free[kind] = free.get(kind, 0) - 1
+        return total
+
+    def move(self, parts: list[str], memories: list[Memory], rests: dict[str, list[Rest]], offload: Offload, wait: bool) -> None:
+        """Move them. rests: all resting places of each part. wait: return when copies on the host are complete."""
+        stays = offload.tier is Tier.HOST and not self.tiers.separate
+        for part in parts:
+            self._left[part] = [self._move(m, offload) for m in memories if m.part == part and not stays]
+            for rest in rests[part]:
+                self._classes[id(rest)] = rest, type(rest)
+                rest.__class__ = _away(type(rest))
+        for left in (left for part in parts for left in self._left[part]):
+            if left.pending is not None:
+                left.pending.wait() if wait else left.pending.join()
+            left.nbytes = give_back(left.memory.tensor)
+            self.tiers.ledger.strike(left.memory.category, left.memory.tensor.nbytes, left.memory.tier)
+
+    def _move(self, memory: Memory, offload: Offload) -> _Left:
+        left, tiers = _Left(memory), self.tiers
+        source = memory.tensor.detach()
+        if not memory.kept or not source.numel():
+            return left
+        if offload.tier is Tier.HOST:
+            left.copy = MemoryRest(tiers.host_buffer(source.nbytes, offload.pin_memory).view(source.dtype), Tier.HOST, tiers)
+            left.pending = tiers.copy(left.copy.tensor, source, Tier.DEVICE, Tier.HOST)
+        else:
+            free = self._spare.get(_kind(offload.path, source))
+            left.copy = free.pop() if free else tiers.place(offload, source.numel(), source.dtype)
+            left.path = offload.path
+            for start in range(0, source.numel(), _CHUNK_NUMEL):
+                left.copy.store(start, source[start : start + _CHUNK_NUMEL])
+        tiers.ledger.enter(memory.category, source.nbytes, left.copy.tier)
+        return left
+
+    def bring_back(self) -> None:
+        """Everything is where it was, and so is its content."""
+        for left in (left for lefts in self._left.values() for left in lefts):
+            memory, tiers = left.memory, self.tiers
+            if left.pending is not None:
+                left.pending.wait()
+            take_again(memory.tensor, left.nbytes)
+            target = memory.tensor.detach()
+            tiers.ledger.enter(memory.category, target.nbytes, memory.tier)
+            if left.copy is None:
+                target.zero_()
+                continue
+            self._fill(target, left)
+            tiers.ledger.strike(memory.category, target.nbytes, left.copy.tier)
+        self._allow()
+
+    def _fill(self, target: Tensor, left: _Left) -> None:
+        """target <- its copy, which is free afterwards."""
+        assert left.copy is not None
+        if isinstance(left.copy, MemoryRest):
+            self.tiers.copy(target, left.copy.tensor, Tier.HOST, Tier.DEVICE).wait()
+            return
+        for start in range(0, target.numel(), _CHUNK_NUMEL):
+            part = target[start : start + _CHUNK_NUMEL]
+            if part.device.type == "cpu":
+                left.copy.read(start, part).wait()
+            else:
+                part.copy_(left.copy.load(start, start + part.numel()))
+        self._spare.setdefault(_kind(left.path, target), []).append(left.copy)
+
+    def _allow(self) -> None:
+        for rest, cls in self._classes.values():
+            rest.__class__ = cls
+        self._left, self._classes = {}, {}
+
+    def forget(self) -> None:
+        """What is away is lost; the books are as if it were back."""
+        for left in (left for lefts in self._left.values() for left in lefts):
+            nbytes = left.memory.tensor.nbytes
+            self.tiers.ledger.enter(left.memory.category, nbytes, left.memory.tier)
+            if left.copy is not None:
+                self.tiers.ledger.strike(left.memory.category, nbytes, left.copy.tier)
+        self._allow()
+        self._spare = {}
+
+
+def _kind(path: str | None, tensor: Tensor) -> tuple:
+    """Equal for tensors whose copies can have the same place."""
+    return path, tensor.numel(), tensor.dtype
+
+
+def _refuse(what: str) -> NoReturn:
+    raise StatesAway(
+        f"the {what} of this model are away (zs.offload_states): call zs.reload_states(model), on all ranks, before it is used."
+    )
+
+
+def _refuses(*args: object) -> NoReturn:
+    _refuse("states")
+
+
+@functools.cache
+def _away(cls: type[Rest]) -> type[Rest]:
+    """What a Rest of this class is while its state is away."""
+    return type(f"Away{cls.__name__}", (cls,), dict.fromkeys(("view", "read", "write", "load", "store", "host"), _refuses))

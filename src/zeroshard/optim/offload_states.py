@@ -1,0 +1,238 @@
+"""`zs.offload_states` and `zs.reload_states`: a model's states leave the device for a while, and come back as they were.
+
+    train ...   zs.offload_states(model)   generate with another engine   zs.reload_states(model)   train ...
+
+What is away can not be used (`StatesAway`); what stays can. Buffers hold no state: their memory comes again when they are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..activation_checkpointing.checkpoint import give_back_memory
+from ..comm.codec import exchange_values
+from ..config import Offload, Tier
+from ..errors import ConfigError, OffloadIOError, ZeroshardError, did_you_mean
+from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
+from ..offload.moved_states import PARTS, Memory
+from ..offload.storage import MemoryRest, Rest
+from ..utils.host import host_identity
+from ..zero.runtime import Runtime, runtime_of
+
+BUFFERS = "buffers"
+_NAMES = {name: name for name in (*PARTS, BUFFERS)} | {  # and those of DeepSpeed
+    "optim_states": "optimizer", "hp_params": "masters", "lp_params": "parameters", "lp_grads": "gradients",
+    "contiguous_grad_buffer": BUFFERS,
+}  # fmt: skip
+
+
+def offload_states(
+    model: nn.Module,
+    include: Iterable[str] | None = None,
+    device: str | os.PathLike | Offload = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Move a sharded model's states off the device until `zs.reload_states` (collective, between steps).
+
+    Args:
+        include: what: "optimizer" (states), "masters", "parameters", "gradients", "buffers" (of gathers, reductions, host steps,
+            saves and activation checkpoints); DeepSpeed's "optim_states", "hp_params", "lp_params", "lp_grads" and
+            "contiguous_grad_buffer" mean the same. None: all.
+        device: "cpu": copies in host memory; where the device is the host states stay where they are, and buffers go alone.
+            "nvme", a folder on a local disk, or an Offload: files in a folder of this run; "nvme" alone means that of zs.shard.
+            What rests off the device already stays where it is.
+        pin_memory: page-locked copies on the host.
+        non_blocking: return while copies to the host are under way (not to files).
+
+    What is away raises StatesAway when it is used: a forward needs parameters, a backward gradients too, a step, a save or a
+    write all. Without gradients after `zero_grad` none are copied. More calls move what is still there.
+
+    Raises:
+        ConfigError: an option is wrong, on any rank; ranks call it differently. SwapError, ConfigError: the folder.
+        ZeroshardError: called inside a forward, a backward or zs.gathered(). Nothing has changed in any of these cases.
+        OffloadIOError: the disk failed: the model can not be used any more.
+    """
+    runtime = runtime_of(model)
+    _check_idle(runtime, "zs.offload_states")
+    parts, offload = _agree(runtime, include, device, pin_memory)
+    parts = [part for part in parts if part not in runtime.moved]
+    if not runtime.moved.any:  # else nothing was written since that was done
+        if runtime.optimizer is not None:
+            runtime.optimizer.core.wait()
+        runtime.before_change()
+    if "gradients" not in runtime.moved:
+        runtime.flush()
+    runtime.settle()
+    memories, rests = _memories(runtime), _rests(runtime)
+    wanted = [part for part in parts if part != BUFFERS]
+    _check_space(runtime, [memory for memory in memories if memory.part in wanted], offload)
+    runtime.comm.exchange(b"", "zs.offload_states")  # nobody reads shards or buffers of peers any more
+    if BUFFERS in parts:
+        _give_back_buffers(runtime)
+    runtime.comm.fence_write(synchronised=True)
+    runtime.moved.move(wanted, memories, rests, offload, wait=not non_blocking)
+    if "parameters" in wanted:
+        for unit in runtime.units:
+            unit.leave()
+    if runtime.comm.device.type == "cuda":
+        torch.cuda.empty_cache()  # whoever computes on the device meanwhile may be another process
+    runtime.comm.fence_read()
+
+
+def reload_states(model: nn.Module) -> None:
+    """Bring back what `zs.offload_states` has moved, bit for bit (collective). Does nothing where nothing is away."""
+    runtime = runtime_of(model)
+    runtime.attendance.refuse("zs.reload_states")
+    runtime.tiers.check()
+    if not runtime.moved.any:
+        return
+    runtime.comm.fence_write()
+    left = "parameters" in runtime.moved
+    runtime.moved.bring_back()
+    for unit in runtime.units if left else ():
+        unit.come_back()
+    runtime.comm.fence_read()
+
+
+def _check_idle(runtime: Runtime, verb: str) -> None:
+    runtime.attendance.refuse(verb)
+    runtime.tiers.check()
+    runtime.recover()
+    busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
+    if busy is not None:
+        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
+
+
+def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:
+    """What to move, and where to: what every rank asks for (collective)."""
+    comm, problem, parts, offload = runtime.comm, None, [], Offload()
+    try:
+        parts = _parts(include)
+        offload = _offload(runtime, device, pin_memory)
+        runtime.tiers.open_folder(offload)
+    except (ConfigError, OSError) as error:
+        problem = error
+    everyone = exchange_values(comm, (problem, parts, offload.device), "zs.offload_states: begin")
+    for error, theirs, where in everyone:
+        if error is not None:
+            raise error
+        if (theirs, where) != everyone[0][1:]:
+            raise ConfigError(f"zs.offload_states: ranks call it differently: {everyone[0][1:]} and {(theirs, where)}.")
+    return parts, offload
+
+
+def _parts(include: Any) -> list[str]:
+    if include is None:
+        return [*PARTS, BUFFERS]
+    wanted = [include] if isinstance(include, str) else list(include)
+    for name in wanted:
+        if name not in _NAMES:
+            raise ConfigError(
+                f"zs.offload_states: include: expected some of {', '.join(_NAMES)}, got {name!r}.{did_you_mean(name, _NAMES)}"
+            )
+    chosen: Container[str] = {_NAMES[name] for name in wanted}
+    return [part for part in (*PARTS, BUFFERS) if part in chosen]
+
+
+def _offload(runtime: Runtime, device: Any, pin_memory: bool) -> Offload:
+    if isinstance(device, Offload):
+        offload = device
+    elif device in ("cpu", "nvme"):
+        config = runtime.config
+        used = [o for o in (config.offload_optimizer, config.offload_param, config.offload_gradient) if o.tier is Tier.DISK]
+        offload = used[0] if used and device == "nvme" else Offload.of(
+            Offload(str(device.value if hasattr(device, "value") else device), pin_memory=pin_memory), config.offload_path,
+            "zs.offload_states: device",
+        )  # fmt: skip
+    elif isinstance(device, (str, os.PathLike)) and os.path.isdir(device):
+        offload = Offload("nvme", path=os.fspath(device))
+    else:
+        raise ConfigError(
+            f"zs.offload_states: device: expected 'cpu', 'nvme', an existing folder or a zs.Offload, got {device!r}."
+        )
+    if offload.tier is Tier.DEVICE:
+        raise ConfigError("zs.offload_states: device: expected 'cpu', 'nvme', a folder or a zs.Offload of these, got 'none'.")
+    return offload
+
+
+def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> None:
+    """Raise on every rank where the folder's disk is too small for the ranks of a host (collective)."""
+    if offload.tier is not Tier.DISK:
+        return
+    problem, host = None, host_identity()
+    everyone = exchange_values(runtime.comm, (host, runtime.moved.needed(memories, offload)), "zs.offload_states: space")
+    on_host = [{offload.path: nbytes} for other, nbytes in everyone if other == host]
+    try:
+        runtime.tiers.check_space({offload.path: everyone[runtime.comm.rank][1]}, on_host)  # type: ignore[dict-item,list-item]
+    except (ConfigError, OSError, OffloadIOError) as error:
+        problem = error
+    for error in exchange_values(runtime.comm, problem, "zs.offload_states: room"):
+        if error is not None:
+            raise error
+
+
+# -- what there is -------------------------------------------------------------------------------------------------
+
+
+def _rests(runtime: Runtime) -> dict[str, list[Rest]]:
+    """Every resting place that others may reach, by part."""
+    groups = runtime.groups
+    return {
+        "optimizer": [rest for group in groups for rest in (*group.columns.values(), *group.averages)],
+        "masters": [group.master for group in groups if group.master is not None],
+        "parameters": [group.values.rest for group in groups],
+        "gradients": [group.grads.rest for group in groups if group.grads is not None],
+    }
+
+
+def _memories(runtime: Runtime) -> list[Memory]:
+    """Memory of states that is the device's."""
+    found: list[Memory] = []
+    for group in runtime.groups:
+        values, grads = group.values, group.grads
+        if values.region is not None:
+            tensor = values.rest.tensor if values.sharded else values.full  # type: ignore[attr-defined]
+            found.append(Memory("parameters", PARAMETERS, tensor, values.tier))
+        found += _resting("masters", MASTERS, group.master)
+        for column in group.columns.values():
+            found += _resting("optimizer", OPTIMIZER, column)
+        for average in group.averages:
+            found += _resting("optimizer", AVERAGES, average)
+        if grads is not None and grads.region is not None:
+            found.append(Memory("gradients", GRADIENTS, grads.full, Tier.DEVICE, grads.reduced))
+        elif grads is not None:
+            found += _resting("gradients", GRADIENTS, grads.rest, grads.reduced)
+            found += _resting("gradients", GRADIENTS, grads.twin, kept=False)
+    return found + [Memory("optimizer", OPTIMIZER, tensor, Tier.DEVICE) for tensor in _device_states(runtime)]
+
+
+def _resting(part: str, category: str, rest: Rest | None, kept: bool = True) -> list[Memory]:
+    return [Memory(part, category, rest.tensor, rest.tier, kept)] if isinstance(rest, MemoryRest) and rest.resident else []
+
+
+def _device_states(runtime: Runtime) -> list[Tensor]:
+    """The states that the inner optimizer keeps, each memory once: those of runs that were one are views of one."""
+    runs = [run for runs in runtime.optimizer.core.runs for run in runs] if runtime.optimizer is not None else []
+    states = [value for run in runs if run.tensor is not None for value in run.states.load().values() if run.holds(value)]
+    whole = {}
+    for state in states:
+        whole.setdefault(state.untyped_storage()._cdata, state.new_empty(0).set_(state.untyped_storage()))
+    return [tensor for tensor in whole.values() if tensor.numel()]
+
+
+def _give_back_buffers(runtime: Runtime) -> None:
+    tiers = runtime.tiers
+    for pool in (runtime.pool, tiers.staging, tiers.slots, tiers.landings, tiers.arrivals):
+        if pool is not None:
+            pool.give_back()
+    if runtime.optimizer is not None and runtime.optimizer.core.host is not None:
+        runtime.optimizer.core.host.give_back()
+    if runtime.saver is not None and (runtime.saver.last is None or runtime.saver.last.done()):
+        runtime.saver.ring.release()
+    give_back_memory(runtime.model)

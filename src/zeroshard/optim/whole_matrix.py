@@ -1,0 +1,312 @@
+"""Optimizers that step each parameter as a whole (Muon, Adafactor, and what is declared with `zs.whole_matrix`).
+
+    turn 1    rank 0 collects w0: value, gradient, states     steps it with the optimizer's own class     slices go back to all
+              rank 1 collects w1                              steps it                                    "
+    turn 2    w2, w3 ...
+
+Each parameter is a run of its own (optim/segments.py). Its states of its own shape stay cut as it is; those of other shapes, and
+numbers, are the same on every rank. So checkpoints, tiers and resharding know nothing of this. At a replicated stage each rank
+steps all of them, and nothing is sent.
+
+Who steps which: the largest first, each to the rank with the least elements so far. In a turn every rank has one parameter whole
+beside its slices, with gradient and states; what passes by of the others' are chunks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..errors import ConfigError
+from ..offload.storage import Rest, Tiers
+from ..tensor.tiled_parameter import part_of
+from ..zero.chunked_gather import ChunkedGather
+from ..zero.unit import ParamGroup, ParamSpec
+from .segments import Run, stepped_rest
+from .state_storage import ColumnStates
+
+_CHUNK_NBYTES = 4 << 20  # of one rank's staging buffer
+
+Where = Callable[[Tensor, Mapping[str, Any]], bool]
+_DECLARED: dict[type, Where] = {}
+
+
+def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
+    """Declare that an optimizer steps each parameter by itself and needs the whole of it; the class. Also as a decorator.
+
+    Args:
+        cls: the class; those derived from it go along. Its step of one parameter must depend on nothing but that parameter, its
+            gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
+        where: (parameter, options of its group) -> whether that one is stepped whole; the others are elementwise. None: all.
+
+    torch.optim.Muon and torch.optim.Adafactor are declared. States of one dimension must be of the parameter's shape, as torch's are.
+    """
+    if cls is None:
+        return lambda given: whole_matrix(given, where=where)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"zs.whole_matrix: expected a class of torch.optim.Optimizer, got {cls!r}.")
+    _DECLARED[cls] = where or (lambda param, options: True)
+    return cls
+
+
+for _name in ("Muon", "Adafactor"):
+    if hasattr(torch.optim, _name):
+        whole_matrix(getattr(torch.optim, _name))
+
+
+def declared(optimizer: torch.optim.Optimizer) -> Where | None:
+    """What was said of its class, or of one that it is derived from."""
+    return next((_DECLARED[cls] for cls in type(optimizer).__mro__ if cls in _DECLARED), None)
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Ids of the parameters that it steps as a whole."""
+    where = declared(optimizer)
+    if where is None:
+        return set()
+    return {id(param) for group in optimizer.param_groups for param in group["params"] if where(param, group)}
+
+
+def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], delayed: bool) -> None:
+    """Raise ConfigError where a parameter is to be stepped whole that is in tiles, or beside the training."""
+    whole = whole_parameters(optimizer)
+    if whole and delayed:
+        raise ConfigError(f"delayed_update: {type(optimizer).__name__} steps whole parameters, which ranks collect together: leave it out.")
+    for spec in specs:
+        if id(spec.original) in whole and part_of(*spec.owners[0]) is not None:
+            raise ConfigError(
+                f"{spec.name} is a tile, and {type(optimizer).__name__} steps whole parameters: leave its module out of zs.tile(), or give "
+                "the tiles to an elementwise group."
+            )
+
+
+@dataclass(eq=False)
+class Stepping:
+    """One parameter to be stepped. states: names of its states of its shape -> dtype."""
+
+    run: Run
+    options: dict[str, Any]
+    states: dict[str, torch.dtype]
+    others: dict[str, Any]
+    owner: int = 0
+
+    @property
+    def group(self) -> ParamGroup:
+        return self.run.group
+
+    @property
+    def index(self) -> int:
+        return self.run.indices[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.group.specs[self.index].shape
+
+    @property
+    def numel(self) -> int:
+        return self.group.layout.slots[self.index].numel
+
+
+class WholeStepper:
+    """Steps runs of whole parameters. maker: of the runs."""
+
+    def __init__(self, inner: torch.optim.Optimizer, comm: Comm, tiers: Tiers, replicated: bool) -> None:
+        self.inner, self.comm, self.tiers, self.replicated = inner, comm, tiers, replicated
+        self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
+
+    @torch.no_grad()
+    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> None:
+        """One step of all (collective, the same runs in the same order on all ranks)."""
+        jobs = [self._job(run, options) for run, options in runs]
+        if self.replicated:
+            for job in jobs:
+                self._step_here(job)
+            return
+        for turn in _turns(jobs, self.comm.world_size):
+            self._step_turn(turn)
+
+    def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
+        entries = run.states.load()
+        states = {key: value.dtype for key, value in sorted(entries.items()) if isinstance(value, Rest) or run.holds(value)}
+        return Stepping(run, options, states, {key: value for key, value in entries.items() if key not in states})
+
+    def _step_class(self, job: Stepping, param: Tensor, grad: Tensor, states: dict[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """The optimizer's own class on a whole parameter: its value and states afterwards."""
+        leaf = nn.Parameter(param.view(job.shape))
+        leaf.grad = grad.view(job.shape).to(leaf.dtype)
+        state = {key: value.view(job.shape) for key, value in states.items()}
+        state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.others.items()}
+        self.inner.param_groups = [{**job.options, "params": [leaf]}]
+        self.inner.state = defaultdict(dict, {leaf: state} if state else {})
+        self.inner.step()
+        after = self.inner.state[leaf]
+        self.inner.state, self.inner.param_groups = defaultdict(dict), []
+        for key, value in after.items():
+            if isinstance(value, Tensor) and value.dim() == 1 and tuple(value.shape) != job.shape:
+                raise ConfigError(
+                    f"{type(self.inner).__name__}: its state {key!r} of {job.group.specs[job.index].name} has shape {tuple(value.shape)}: "
+                    "expected the parameter's, or two dimensions (n, 1), which is not taken for a slice."
+                )
+        return leaf.detach(), after
+
+    # -- replicated ----------------------------------------------------------------------------------------------
+
+    def _step_here(self, job: Stepping) -> None:
+        """In the place of the parameter. States lie in the run's, with the padding behind them."""
+        run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
+        assert run.tensor is not None and job.group.grads is not None
+        entries = run.states.load()
+        states = {key: entries[key][:numel] for key in job.states}
+        param = run.tensor.detach()[:numel]
+        value, after = self._step_class(job, param, job.group.grads.full[slot.offset : slot.stop], states)
+        if value.data_ptr() != param.data_ptr():
+            param.copy_(value.view(-1))
+        run.states.save({key: self._padded(job, key, value, entries) for key, value in after.items()})
+
+    def _padded(self, job: Stepping, key: str, value: Any, entries: dict[str, Any]) -> Any:
+        if not _is_state(value, job.shape) or (key in job.others):
+            return value
+        flat = entries[key] if key in job.states else value.new_zeros(job.run.numel)
+        flat[: job.numel].copy_(value.reshape(-1))
+        return flat
+
+    # -- sharded -------------------------------------------------------------------------------------------------
+
+    def _step_turn(self, turn: list[Stepping]) -> None:
+        """One parameter of each rank, at most."""
+        mine: tuple[Stepping, Tensor, dict[str, Any]] | None = None
+        for job in turn:
+            parts = self._collect(job)
+            if parts is not None:
+                value, after = self._step_class(job, parts[0], parts[1], dict(zip(job.states, parts[2:], strict=True)))
+                mine = job, value, after
+        told = None
+        if mine is not None:
+            job, _, after = mine
+            states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
+            told = states, {key: value for key, value in after.items() if key not in states}
+        everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
+        for job in turn:
+            states, job.others = everyone[job.owner]
+            job.states = dict(sorted(states.items()))
+        self._give_back(turn, mine)
+
+    def _collect(self, job: Stepping) -> list[Tensor] | None:
+        """Value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere."""
+        parts, comm = self._slices(job), self.comm
+        dtypes = [part.dtype for part in parts]
+        pieces = [job.group.layout.piece(job.index, rank) for rank in range(comm.world_size)]
+        whole = [torch.empty(job.numel, dtype=dtype, device=comm.device) for dtype in dtypes] if job.owner == comm.rank else None
+        local = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+        size = sum(dtype.itemsize for dtype in dtypes)
+
+        def take(rank: int, start: int, received: Tensor) -> None:
+            if whole is None:
+                return
+            begin = 0
+            for target, dtype in zip(whole, dtypes, strict=True):  # one behind the other in what a rank sends
+                nbytes, at = pieces[rank].numel * dtype.itemsize, pieces[rank].start * dtype.itemsize
+                _lay(received, start, target.view(torch.uint8)[at : at + nbytes], begin)
+                begin += nbytes
+
+        label = f"whole {job.group.specs[job.index].name}"
+        self.gather.run([piece.numel * size for piece in pieces], lambda start, stop: local[start:stop], take, label)
+        return whole
+
+    def _slices(self, job: Stepping) -> list[Tensor]:
+        """This rank's slices of value, gradient and states."""
+        group, home = job.group, job.group.homes[job.index]
+        assert group.grads is not None
+        stepped = stepped_rest(group)
+        entries = job.run.states.load()
+        states = [self._state_slice(job, entries[key]) for key in job.states]
+        return [stepped.load(home.begin, home.end), group.grads.load(home.begin, home.end).to(stepped.dtype), *states]
+
+    def _state_slice(self, job: Stepping, value: Any) -> Tensor:
+        home = job.group.homes[job.index]
+        return value.load(home.begin, home.end) if isinstance(value, Rest) else value[: home.end - home.begin]
+
+    def _give_back(self, turn: list[Stepping], mine: tuple[Stepping, Tensor, dict[str, Any]] | None) -> None:
+        """Slices of value and states, from the owners to all."""
+        sizes, targets = [0] * self.comm.world_size, {}
+        for job in turn:
+            dtypes = [stepped_rest(job.group).dtype, *job.states.values()]
+            sizes[job.owner] = job.numel * sum(dtype.itemsize for dtype in dtypes)
+            home = job.group.homes[job.index]
+            device = self.comm.device
+            targets[job.owner] = job, [torch.empty(home.end - home.begin, dtype=dtype, device=device) for dtype in dtypes]
+        content = torch.empty(0, dtype=torch.uint8)
+        if mine is not None:
+            job, value, after = mine
+            results = [value, *(after[key] for key in job.states)]
+            content = torch.cat([result.reshape(-1).contiguous().view(torch.uint8) for result in results])
+
+        def take(rank: int, start: int, received: Tensor) -> None:
+            job, parts = targets[rank]
+            first, begin = job.group.homes[job.index].start, 0
+            for part in parts:
+                _lay(received, start, part.view(torch.uint8), begin + first * part.itemsize)
+                begin += job.numel * part.itemsize
+
+        self.gather.run(sizes, lambda start, stop: content[start:stop], take, "whole parameters back")
+        for job, parts in targets.values():
+            self._store(job, parts[0], dict(zip(job.states, parts[1:], strict=True)))
+
+    def _store(self, job: Stepping, value: Tensor, states: dict[str, Tensor]) -> None:
+        group, home, run = job.group, job.group.homes[job.index], job.run
+        stepped = stepped_rest(group)
+        stepped.store(home.begin, value)
+        if group.master is not None and run.tensor is None:  # else values take them from the masters, all at once
+            values = group.values.rest
+            values.store(home.begin, value if values.resident else value.to(values.dtype))
+        if isinstance(run.states, ColumnStates):
+            for key, part in states.items():
+                run.states.column(key, part.dtype).store(home.begin, part)
+            run.states.names, run.states.scalars = list(states), dict(job.others)
+            return
+        entries = run.states.load()
+        padded = {key: entries[key] if key in entries else part.new_zeros(run.numel) for key, part in states.items()}
+        for key, part in states.items():
+            padded[key][: part.numel()].copy_(part)
+        on_device = {key: _placed(value, key, run) for key, value in job.others.items()}
+        if padded or on_device:
+            run.states.save({**padded, **on_device})
+
+    def close(self) -> None:
+        """Drop all memory."""
+        self.gather.close()
+
+
+def _placed(value: Any, key: str, run: Run) -> Any:
+    """What the owner told of a state that is not cut: `step` stays on the host, as torch has it."""
+    assert run.tensor is not None
+    return value.to(run.tensor.device) if isinstance(value, Tensor) and key != "step" else value
+
+
+def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == shape and value.dim() > 0
+
+
+def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
+    """Bytes [start, start + n) of a stream -> the part of them that `target` is: bytes from `begin` on."""
+    first, last = max(start, begin), min(start + received.numel(), begin + target.numel())
+    if first < last:
+        target[first - begin : last - begin].copy_(received[first - start : last - start])
+
+
+def _turns(jobs: list[Stepping], ranks: int) -> Iterator[list[Stepping]]:
+    """Each job to one rank, in turns of at most one a rank."""
+    loads, queues = [0] * ranks, [[] for _ in range(ranks)]
+    for job in sorted(jobs, key=lambda job: -job.numel):
+        job.owner = loads.index(min(loads))
+        loads[job.owner] += job.numel
+        queues[job.owner].append(job)
+    for number in range(max(map(len, queues), default=0)):
+        yield [queue[number] for queue in queues if number < len(queue)]

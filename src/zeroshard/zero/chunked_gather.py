@@ -1,0 +1,59 @@
+"""Bytes of every rank to every rank, of different lengths, some at a time: whoever wants a part keeps it, nobody holds all.
+
+    rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
+    rank 1   | b b b b . . |       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm
+from ..memory.ledger import Ledger
+from ..memory.pool import StagingPool
+
+
+class ChunkedGather:
+    """Two staging buffers of `nbytes`, and one for what all ranks have sent. Made at the first use (collective)."""
+
+    def __init__(self, comm: Comm, ledger: Ledger, nbytes: int) -> None:
+        self.comm, self.ledger, self.nbytes = comm, ledger, max(nbytes // 64 * 64, 1024)
+        self._tag = 0
+        self._pool: StagingPool | None = None
+        self._received = torch.empty(0)  # (world_size, nbytes)
+
+    def run(
+        self, sizes: Sequence[int], mine: Callable[[int, int], Tensor], take: Callable[[int, int, Tensor], None], label: str
+    ) -> None:
+        """Gather sizes[r] bytes of each rank r (collective, the same sizes on all).
+
+        mine(start, stop): those of this rank, uint8. take(rank, start, part): called with what a rank has from `start` on; a view.
+        """
+        comm, most = self.comm, max(sizes)
+        for start in range(0, most, self.nbytes):
+            n = min(self.nbytes, most - start)
+            if self._pool is None:
+                self._tag = comm.new_serial() << 20
+                self._pool = StagingPool(comm, self.ledger, self.nbytes, 2, 2)
+                self._received = torch.empty(self.nbytes * comm.world_size, dtype=torch.uint8, device=comm.device)
+            number, region = self._pool.take(n, torch.uint8, whole=False)
+            stop = min(start + n, sizes[comm.rank])
+            if start < stop:
+                region.tensor[: stop - start].copy_(mine(start, stop))
+            self.ledger.sent("gather", n * (comm.world_size - 1), label)
+            received = self._received[: n * comm.world_size]
+            work = comm.gather(received, region, label, tag=self._tag)
+            work.wait()
+            self._pool.give(number, work)
+            for rank, row in enumerate(received.view(comm.world_size, n)):
+                if sizes[rank] > start:
+                    take(rank, start, row[: sizes[rank] - start])
+
+    def close(self) -> None:
+        """Drop all memory."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool, self._received = None, torch.empty(0)
