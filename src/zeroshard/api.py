@@ -231,7 +231,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
 def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
     """Copies of all parameters of a group, whole, as exact as they are held (collective)."""
     if runtime.optimizer is not None:
-        runtime.optimizer.core.wait()
+        runtime.gate.wait()
         runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
     if group.master is not None and group.master.numel == group.layout.shard_numel:

@@ -412,8 +412,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
 def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[Any, int, Tensor]]:
     """(key, first element, values (n,) on the host) of everything that this rank writes, in parts of at most `nbytes`."""
     core = runtime.optimizer.core if runtime.optimizer is not None else None
-    if core is not None:
-        core.wait()
+    runtime.gate.wait()
     for number, group in enumerate(runtime.groups):
         if group.master is not None and core is not None:
             core.refresh_masters(group)

@@ -72,7 +72,7 @@ class Place:
 class Contents:
     """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values.
 
-    guarded[i]: whoever writes it asks first (Runtime.before_change), so that it may be copied while training goes on.
+    guarded[i]: whoever writes it asks first (zero/write_gate.py), so that it may be copied while training goes on.
     """
 
     places: list[Place] = field(default_factory=list)

@@ -52,6 +52,7 @@ class OptimizerCore:
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
+        runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
         self.parted = False  # runs were split so that a state could be written: see mapping.py
         self.members = [list(group["params"]) for group in optimizer.param_groups]
@@ -236,7 +237,7 @@ class OptimizerCore:
         self.runtime.settle()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
-        self.wait()
+        self.runtime.gate.wait()
         for group in groups:
             self.refresh_masters(group)
         published = self._publish_delayed() if self.delayed is not None else []
@@ -309,28 +310,16 @@ class OptimizerCore:
             self._put_values(group, group.master.host(0, group.master.numel))
         return groups
 
-    def wait(self) -> None:
-        """Return when masters and states are at rest and nobody's but ours."""
-        if self.delayed is not None:
-            self.delayed.wait()
-        self.runtime.before_change()
-
     @torch.no_grad()
     def drain(self) -> None:
         """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
-        self.wait()
+        self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
             self.runtime.settle()
             self.publish(self._publish_delayed())
         for group in self.runtime.groups:
             self.refresh_masters(group)
-
-    def begin_write(self) -> None:
-        """Values, masters or states are about to be written other than by a step: what was read ahead is outdated."""
-        self.wait()
-        if self.host is not None:
-            self.host.forget()
 
     def _all_runs(self) -> list[Run]:
         return [run for runs in self.runs for run in runs]
@@ -425,7 +414,7 @@ class OptimizerCore:
 
     def close(self) -> None:
         """Drop states."""
-        self.wait()
+        self.runtime.gate.wait()
         if self.host is not None:
             self.host.close()
         self.runtime.ledger.strike(OPTIMIZER, self._state_nbytes)

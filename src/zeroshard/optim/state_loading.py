@@ -48,14 +48,8 @@ class Core(Protocol):
     group_of: dict[int, int]
     parted: bool
 
-    def wait(self) -> None:
-        """Return when states are at rest and nobody's but ours."""
-
-    def begin_write(self) -> None:
-        """States are about to be written."""
-
     def states_changed(self) -> None:
-        """They have been, and runs are new."""
+        """States have been written, and runs are new."""
 
 
 @dataclass
@@ -120,7 +114,7 @@ class Restoring:
         """
         core = self.core
         spare = _spare(core, self.runs) if write_over else {}
-        core.begin_write()
+        core.runtime.gate.before()
         for run in (run for runs in core.runs for run in runs):
             run.states.clear()
         core.runs = [[] for _ in core.runs]

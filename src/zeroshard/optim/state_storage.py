@@ -164,7 +164,7 @@ class StateHome:
         self.home.group.begin_write()
 
     def fetch(self, gradient: bool) -> Tensor:
-        self.home.group.runtime.optimizer.core.wait()
+        self.home.group.runtime.gate.wait()
         return self.column.load(self.begin, self.begin + self.home.piece.numel)
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:

@@ -141,7 +141,7 @@ def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dict[str, Any]]:
     """The inner state as torch shows it: by parameter, tensors as sharded (or `whole`) tensors of the true shape."""
-    core.wait()
+    core.runtime.gate.wait()
     result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for run in (run for runs in core.runs for run in runs):
         state = run.states.load()
@@ -228,7 +228,7 @@ def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterStat
 def remove_entry(core: Core, param: Tensor, key: str) -> None:
     """One state of one parameter."""
     if key in _find(core, param)[0].states.load():
-        core.begin_write()
+        core.runtime.gate.before()
         run, _ = _alone(core, param)
         run.states.remove(key)
         core.states_changed()
@@ -237,7 +237,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
     """One state of one parameter. What is shown for it then: a tensor with one value an element is the state itself."""
-    core.begin_write()
+    core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
     is_column = key in states and (isinstance(states[key], Rest) or run.holds(states[key]))

@@ -41,6 +41,7 @@ from .prefetch import Prefetcher
 from .schedule import Schedule, Visit
 from .skipped_units import take_part
 from .unit import ParamGroup, Unit
+from .write_gate import WriteGate
 
 
 class Runtime:
@@ -60,6 +61,7 @@ class Runtime:
         self.optimizer: Any = None
         self.saver: Any = None  # of checkpoints
         self.unusable = ""  # why, where a load ended half-way
+        self.gate = WriteGate(self)
         self.account = GradientAccount()
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
         self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
@@ -442,12 +444,6 @@ class Runtime:
                 unit.forget()
             for group in unit.groups:
                 group.values.settle()
-
-    def before_change(self) -> None:
-        """Values, masters or states are about to be written: a save in the background copies them first."""
-        self.recover()
-        if self.saver is not None:
-            self.saver.await_copy()
 
     def recover(self) -> None:
         """Forget a backward that ended by an exception, and forwards that were interrupted, on whichever rank.

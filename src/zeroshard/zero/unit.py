@@ -185,14 +185,7 @@ class ParamGroup:
         """The user is about to write values, masters or states: nobody may go on with earlier ones."""
         if self.runtime is not None:
             self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
-            self.runtime.recover()
-        if self.unit is not None:
-            self.unit.outdate()
-        if self.runtime is None:
-            return
-        if self.runtime.optimizer is not None:
-            self.runtime.optimizer.core.begin_write()
-        self.runtime.before_change()
+            self.runtime.gate.before(self.unit)
 
     def local(self, index: int) -> Tensor:
         """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
