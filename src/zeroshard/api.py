@@ -234,7 +234,7 @@ def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
         runtime.gate.wait()
         runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
-    if group.master is not None and group.master.numel == group.layout.shard_numel:
+    if group.master is not None and not group.masters.whole:
         source = runtime.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
         source.tensor.copy_(group.master.load(0, group.master.numel))
         runtime.comm.exchange(b"", "masters in place")

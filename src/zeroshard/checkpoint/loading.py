@@ -483,8 +483,8 @@ class _Loading:
         computed = safetensors.read_computed(runtime.model, stored)
         refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
-            group.dirty.clear()
-            group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
+            for index in range(len(group.params)):
+                group.masters.written(index)
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):

@@ -421,9 +421,8 @@ def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tupl
             if at is None:
                 continue
             rest, begin = group.values.rest, home.begin
-            if group.master is not None and at.dtype != rest.dtype:
-                whole = group.master.numel != group.layout.shard_numel
-                rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+            if at.dtype != rest.dtype:
+                rest, begin = group.masters.slice(index)
             step = max(nbytes // rest.dtype.itemsize, 1)
             for done in range(0, home.stop - home.start, step):
                 count = min(step, home.stop - home.start - done)

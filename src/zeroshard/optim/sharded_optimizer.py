@@ -349,18 +349,10 @@ class OptimizerCore:
 
     def refresh_masters(self, group: ParamGroup) -> None:
         """Masters follow what the user wrote into parameters since the last step."""
-        if not group.values.sharded:
-            for index, param in enumerate(group.params):
-                if param._version != group.versions[index]:
-                    group.versions[index] = param._version
-                    group.dirty.add(index)
-        if group.dirty and self.host is not None:
-            self.host.forget()
-        for index in group.dirty if group.master is not None else ():
-            start, stop = self.maker.slot_range(group, index)
-            whole = group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
-            group.master.store(start, whole[start:stop])
-        group.dirty.clear()
+        if group.masters.outdated():
+            if self.host is not None:
+                self.host.forget()
+            group.masters.follow()
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

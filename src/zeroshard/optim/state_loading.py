@@ -191,7 +191,7 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
-        at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
+        at, end = (bound - run.start for bound in run.group.masters.range(index))
         for key, value in values.items():
             place, padding = value[at:end].split((stop - start, end - at - stop + start))
             padding.zero_()
@@ -222,5 +222,4 @@ def _copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int)
 
 def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
     """Floating-point states have the dtype of what is stepped."""
-    stepped = group.master if group.master is not None else group.values
-    return stepped.dtype if given.is_floating_point else given
+    return group.masters.stepped.dtype if given.is_floating_point else given

@@ -159,7 +159,7 @@ def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> 
     if not run.holds(value):
         return value
     home, slot = run.group.homes[index], run.group.layout.slots[index]
-    start, _ = core.maker.slot_range(run.group, index)
+    start, _ = run.group.masters.range(index)
     if core.replicated:
         view = value[start - run.start : start - run.start + slot.numel].view(slot.shape)
         return view if whole is Tensor else view.as_subclass(whole)

@@ -32,6 +32,7 @@ from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReleasedParameter, ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Tile
 from .flat_buffer import GradientBuffer, ParameterBuffer
+from .masters import Masters
 
 
 class Phase(Enum):
@@ -95,7 +96,7 @@ class ParamHome:
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)
-        self.group.dirty.add(self.index)
+        self.group.masters.dirty.add(self.index)
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()
@@ -153,7 +154,6 @@ class ParamGroup:
 
     params: [sharded or ordinary] parameters as the user sees them; compute: what autograd sees.
     active: parameters that some rank had a gradient for since the last zero_grad (the same on every rank).
-    dirty: parameters written through the API since masters were last refreshed.
     """
 
     specs: list[ParamSpec]
@@ -161,21 +161,25 @@ class ParamGroup:
     comm: Comm
     values: ParameterBuffer
     grads: GradientBuffer | None
-    master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
     offload: Offload = Offload()  # of masters and optimizer states
     columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
     params: list[nn.Parameter] = field(default_factory=list)
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
     active: list[bool] = field(default_factory=list)
-    dirty: set[int] = field(default_factory=set)
-    versions: list[int] = field(default_factory=list)
+    masters: Masters = field(init=False)
     runtime: Any = None  # whose group this is
     unit: Any = None  # of which it is a part
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
+        self.masters = Masters(self)
+
+    @property
+    def master(self) -> Rest | None:
+        """The masters at rest, if there are any."""
+        return self.masters.rest
 
     @property
     def trainable(self) -> bool:
@@ -215,14 +219,12 @@ class ParamGroup:
             self.unit.writes += 1
         else:
             torch.autograd.graph.increment_version(self.params)
-            self.versions = [version + 1 for version in self.versions]
+            self.masters.versions = [version + 1 for version in self.masters.versions]
 
     def put_whole(self, index: int) -> None:
         """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
-        param = self.params[index]
-        torch.autograd.graph.increment_version(param)
-        self.versions[index] = param._version
-        self.dirty.discard(index)
+        torch.autograd.graph.increment_version(self.params[index])
+        self.masters.written(index)
 
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
