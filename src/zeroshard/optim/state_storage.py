@@ -173,6 +173,9 @@ class StateHome:
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         raise AssertionError("a state is no gradient")
 
+    def before_meeting(self, what: str) -> None:
+        self.home.before_meeting(what)
+
     def gather_local(self, local: Tensor) -> Tensor:
         return self.home.gather_local(local)
 

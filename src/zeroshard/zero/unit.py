@@ -102,9 +102,12 @@ class ParamHome:
         self.group.refuse_gradient_write()
         self.group.grads.store(self.begin + offset, local)
 
-    def gather_local(self, local: Tensor) -> Tensor:
+    def before_meeting(self, what: str) -> None:
         if self.group.runtime is not None:
-            self.group.runtime.attendance.refuse("full_tensor() (or another whole tensor)")
+            self.group.runtime.attendance.refuse(what)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        self.before_meeting("full_tensor() (or another whole tensor)")
         return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
 
     def gradient(self) -> Tensor | None:
