@@ -85,10 +85,6 @@ def shard(
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    if config.offload_param.tier is Tier.DISK:
-        return_freed_memory()
-    elif config.keep_host_memory and device.type == "cpu":
-        keep_freed_memory()
     runtime = _build(model, optimizer, config, group, specs)
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
@@ -157,6 +153,10 @@ def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters
 def _build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec]
 ) -> Runtime:
+    if config.offload_param.tier is Tier.DISK:
+        return_freed_memory()
+    elif config.keep_host_memory and comm.device.type == "cpu":
+        keep_freed_memory()
     ledger = Ledger()
     tiers = open_tiers(config, comm, ledger, specs, optimizer)
     builder = Builder(config, comm, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())

@@ -121,6 +121,15 @@ def load(
     runtime.attendance.refuse("zs.load")
     core = _agree(runtime, path, optimizer, name, verify, wanted)
     _await_save(runtime)
+    loading, extras = _put(runtime, core, path, name, verify, trusted, wanted)
+    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
+
+
+def _put(
+    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool, wanted: dict[str, Any]
+) -> tuple[_Loading, dict[str, Any]]:
+    """Find, compare, and put into place; what is there of `wanted`."""
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
             in_bulk = partial(_bulk_of, held, runtime, core) if verify is True else None
@@ -130,12 +139,11 @@ def load(
                 extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
                 loading.check_base()
                 loading.put()
-                break
+                return loading, extras
             except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
                 if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
                     raise
-    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
-    return Loaded(opened.path, opened.step, opened.facts, extras, how)
+    raise AssertionError("the last look returns or raises")
 
 
 def _agree(

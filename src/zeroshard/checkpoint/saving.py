@@ -97,12 +97,18 @@ def save(
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
     assert plan is not None
-    runtime.values.agree()
+    return _write(saver, plan, core, {name: each.content for name, each in extras.items()}, shared, begin)
+
+
+def _write(
+    saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], shared: set[str], begin: float
+) -> Save:
+    """One save at a time, into a draft, which goes where the save does not come about."""
+    saver.runtime.values.agree()
     _await_last(saver, plan)
-    draft = _make_draft(runtime.comm, plan)
+    draft = _make_draft(saver.runtime.comm, plan)
     try:
-        contents = {name: each.content for name, each in extras.items()}
-        return Writing(saver, plan, draft, core, contents, shared, begin).run()
+        return Writing(saver, plan, draft, core, extras, shared, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
