@@ -128,7 +128,7 @@ def check_idle(runtime: Runtime, verb: str) -> None:
     """Raise where states are in the middle of something, or ranks are past the loop."""
     runtime.attendance.refuse(verb)
     runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
+    busy = next((unit.name for unit in runtime.units if unit.in_use), None)
     if busy is not None:
         raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
     runtime.tiers.check()

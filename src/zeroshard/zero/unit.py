@@ -289,6 +289,14 @@ class ParamGroup:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
+@dataclass
+class Kept:
+    """Of a unit that stays gathered. outdated: shards were written since; graphed: it is for a backward of a backward."""
+
+    outdated: bool = False
+    graphed: bool = False
+
+
 class Unit:
     """A named set of parameter groups with the modules through which it is entered."""
 
@@ -299,8 +307,7 @@ class Unit:
         self.depth = 0  # forwards running inside
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.kept = False  # an output still refers to its memory
-        self.outdated = False  # and shards were written since
+        self.kept: Kept | None = None  # an output still refers to its memory
         self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
@@ -311,7 +318,6 @@ class Unit:
         self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expect()
-        self.graphed = False  # for a backward of a backward
         self._works: list[Work] = []
         self._places = [
             (owner._parameters, attribute, g.params, g.compute, i)
@@ -336,6 +342,11 @@ class Unit:
         self.expected = sum(param.requires_grad for param in params)  # gradients per backward
         self.has_frozen = self.expected < len(params)
         self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # backward may be over before all gradients are there
+
+    @property
+    def in_use(self) -> bool:
+        """True in the middle of a forward, of a backward, of zs.gathered: its modules hold what is no resting parameter."""
+        return self.depth > 0 or self.in_backward or self.pinned
 
     def _move(self, phase: Phase) -> None:
         if phase not in _ALLOWED[self.phase]:
@@ -413,10 +424,11 @@ class Unit:
 
     def outdate(self) -> None:
         """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
-        if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
+        if not (self.in_use or self.kept):
             self.release()
             self.forget()
-        self.outdated = self.kept
+        if self.kept:
+            self.kept.outdated = True
         for group in self.groups:
             group.values.settle()
 
