@@ -127,8 +127,9 @@ def load(
 
 
 def _put(
-    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool, wanted: dict[str, Any]
-) -> tuple[_Loading, dict[str, Any]]:
+    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool,
+    wanted: dict[str, Any],
+) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
     """Find, compare, and put into place; what is there of `wanted`."""
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:

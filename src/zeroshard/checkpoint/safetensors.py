@@ -35,6 +35,7 @@ from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup, ParamSpec
+from .directory import sync
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -325,9 +326,9 @@ class _FileLayout:
 
     def publish(self, target: Path) -> None:
         """Give the complete file its name, for good."""
-        _sync(self.path)
+        sync(self.path)
         os.replace(self.path, target)
-        _sync(target.parent)
+        sync(target.parent)
 
 
 def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
@@ -384,7 +385,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
         for key, start, values in slices if sees else ():
             layout.places[key].write(start, values)
         if sees:
-            _sync(layout.path)
+            sync(layout.path)
 
     def send() -> None:
         problem = None
@@ -429,12 +430,3 @@ def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tupl
                 yield (number, index), home.start + done, rest.host(begin + done, begin + done + count)
     for name, value in layout.others.items() if runtime.comm.rank == 0 else ():
         yield name, 0, value.detach().to("cpu").reshape(-1)
-
-
-def _sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, have reached the disk for good."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

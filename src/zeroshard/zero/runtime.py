@@ -439,11 +439,7 @@ class Runtime:
         """Before shards are written: no unit keeps what was gathered or fetched from them."""
         self._release_kept(graphed=True)
         for unit in self.units:
-            if unit.depth == 0 and not unit.pinned:
-                unit.release()
-                unit.forget()
-            for group in unit.groups:
-                group.values.settle()
+            unit.outdate()
 
     def recover(self) -> None:
         """Forget a backward that ended by an exception, and forwards that were interrupted, on whichever rank.

@@ -23,7 +23,7 @@ class WriteGate:
         self.stepper: Any = None
 
     def wait(self, *units: Unit) -> None:
-        """Return when masters and states (and the shards of `units`) are at rest and nobody's but ours: to read them, or to step."""
+        """Return when masters and states (and the shards of `units`) are at rest and nobody's but ours."""
         self.runtime.recover()
         for unit in units:
             unit.outdate()
