@@ -87,10 +87,6 @@ def shard(
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    if config.offload_param.tier is Tier.DISK:
-        return_freed_memory()
-    elif config.keep_host_memory and device.type == "cpu":
-        keep_freed_memory()
     runtime = _build(model, optimizer, config, group, specs)
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
@@ -159,6 +155,10 @@ def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters
 def _build(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec]
 ) -> Runtime:
+    if config.offload_param.tier is Tier.DISK:
+        return_freed_memory()
+    elif config.keep_host_memory and comm.device.type == "cpu":
+        keep_freed_memory()
     ledger = Ledger()
     tiers = open_tiers(config, comm, ledger, specs, optimizer)
     builder = Builder(config, comm, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
@@ -237,10 +237,10 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
 def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
     """Copies of all parameters of a group, whole, as exact as they are held (collective)."""
     if runtime.optimizer is not None:
-        runtime.optimizer.core.wait()
+        runtime.gate.wait()
         runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
-    if group.master is not None and group.master.numel == group.layout.shard_numel:
+    if group.master is not None and not group.masters.whole:
         source = runtime.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
         source.tensor.copy_(group.master.load(0, group.master.numel))
         runtime.comm.exchange(b"", "masters in place")

@@ -75,7 +75,7 @@ class AveragedModel:
     def _take(self, decay: float | None) -> None:
         """Average what there is now into it; None: begin with that."""
         core = self.runtime.optimizer.core
-        core.wait()
+        self.runtime.gate.wait()
         for group, average in self._shards:
             core.refresh_masters(group)
             source, first = _source(group)
@@ -100,7 +100,7 @@ class AveragedModel:
         if model is not None and model is not self.model:
             raise ConfigError("AveragedModel.swapped: expected the model of which this is the average.")
         self._check("AveragedModel.swapped")
-        self.runtime.optimizer.core.wait()
+        self.runtime.gate.wait()
         self._exchange(self._lend)
         self.runtime.moved.lent = "AveragedModel.swapped()"
         try:

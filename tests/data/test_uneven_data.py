@@ -265,6 +265,8 @@ REFUSED: dict[str, Callable[[nn.Module, Any], object]] = {
     "zs.close": lambda model, _: zs.close(model),
     "zs.save": lambda model, optimizer: zs.save("nowhere", model, optimizer),
     "full_tensor": lambda model, _: next(model.parameters()).full_tensor(),
+    r"a norm .* zs\.clip_grad_norm_": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "a norm": lambda model, _: next(p for p in model.parameters() if p.dim() > 1)[0].norm(),
     "a write to a parameter": lambda model, _: next(model.parameters()).data.mul_(0.9),
     "a write to the gradient": lambda model, _: next(model.parameters()).grad.mul_(0.9),
 }

@@ -119,12 +119,7 @@ def checkpoint_activations(
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}.")
     if off:
         return _detach(model)
-    for name, module in model.named_modules():
-        if _ATTACHED in module.__dict__ or isinstance(module.__dict__.get("forward"), _Forward):
-            raise ZeroshardError(
-                f"{name or type(model).__name__} has zs.checkpoint_activations already: call it once for a model, or first "
-                "zs.checkpoint_activations(model, off=True)."
-            )
+    _check_new(model)
     chosen = Offload.of(offload, path, "offload", option="path")
     if path is not None and chosen.tier is not Tier.DISK:
         raise ConfigError(f"path={path!r} is for offload='nvme', got offload={offload!r}.")
@@ -140,6 +135,15 @@ def checkpoint_activations(
     attached.handle = model.register_forward_pre_hook(_Begin(store), prepend=True)
     model.__dict__[_ATTACHED] = attached
     return model
+
+
+def _check_new(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if _ATTACHED in module.__dict__ or isinstance(module.__dict__.get("forward"), _Forward):
+            raise ZeroshardError(
+                f"{name or type(model).__name__} has zs.checkpoint_activations already: call it once for a model, or first "
+                "zs.checkpoint_activations(model, off=True)."
+            )
 
 
 def attached_to(model: nn.Module) -> Attached:

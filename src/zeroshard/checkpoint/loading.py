@@ -123,6 +123,16 @@ def load(
     runtime.attendance.refuse("zs.load")
     core = _agree(runtime, path, optimizer, name, verify, wanted)
     _await_save(runtime)
+    loading, extras = _put(runtime, core, path, name, verify, trusted, wanted)
+    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
+
+
+def _put(
+    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool,
+    wanted: dict[str, Any],
+) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
+    """Find, compare, and put into place; what is there of `wanted`."""
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
             in_bulk = partial(_bulk_of, held, runtime, core) if verify is True else None
@@ -132,12 +142,11 @@ def load(
                 extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
                 loading.check_base()
                 loading.put()
-                break
+                return loading, extras
             except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
                 if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
                     raise
-    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
-    return Loaded(opened.path, opened.step, opened.facts, extras, how)
+    raise AssertionError("the last look returns or raises")
 
 
 def _agree(
@@ -504,8 +513,8 @@ class _Loading:
         computed = safetensors.read_computed(runtime.model, stored)
         refused = module_state.give_back(runtime.model, self.opened, computed, reading, self.comm.rank)
         for group in runtime.groups:
-            group.dirty.clear()
-            group.versions = [param._version for param in group.params] if not group.values.sharded else group.versions
+            for index in range(len(group.params)):
+                group.masters.written(index)
         if self.core is not None:
             self._restore().put(write_over=True)
             for mine, given in zip(self.core.outer.param_groups, self.groups, strict=True):

@@ -29,21 +29,15 @@ class Reading:
 
     def guard(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
         """The same tensors, whose errors are kept here."""
-        return {name: _Guarded(tensor, self) for name, tensor in stored.items()}
+        return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
 
 
 @dataclass(frozen=True)
 class _Guarded(Stored):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
     stored: Stored
     reading: Reading
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
 
     def parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         return self.stored.parts(start, out)

@@ -35,6 +35,7 @@ from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
 from ..zero.unit import ParamGroup, ParamSpec
+from .directory import sync
 
 SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -325,9 +326,9 @@ class _FileLayout:
 
     def publish(self, target: Path) -> None:
         """Give the complete file its name, for good."""
-        _sync(self.path)
+        sync(self.path)
         os.replace(self.path, target)
-        _sync(target.parent)
+        sync(target.parent)
 
 
 def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
@@ -384,7 +385,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
         for key, start, values in slices if sees else ():
             layout.places[key].write(start, values)
         if sees:
-            _sync(layout.path)
+            sync(layout.path)
 
     def send() -> None:
         problem = None
@@ -412,8 +413,7 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
 def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[Any, int, Tensor]]:
     """(key, first element, values (n,) on the host) of everything that this rank writes, in parts of at most `nbytes`."""
     core = runtime.optimizer.core if runtime.optimizer is not None else None
-    if core is not None:
-        core.wait()
+    runtime.gate.wait()
     for number, group in enumerate(runtime.groups):
         if group.master is not None and core is not None:
             core.refresh_masters(group)
@@ -422,21 +422,11 @@ def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tupl
             if at is None:
                 continue
             rest, begin = group.values.rest, home.begin
-            if group.master is not None and at.dtype != rest.dtype:
-                whole = group.master.numel != group.layout.shard_numel
-                rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+            if at.dtype != rest.dtype:
+                rest, begin = group.masters.slice(index)
             step = max(nbytes // rest.dtype.itemsize, 1)
             for done in range(0, home.stop - home.start, step):
                 count = min(step, home.stop - home.start - done)
                 yield (number, index), home.start + done, rest.host(begin + done, begin + done + count)
     for name, value in layout.others.items() if runtime.comm.rank == 0 else ():
         yield name, 0, value.detach().to("cpu").reshape(-1)
-
-
-def _sync(path: Path) -> None:
-    """Return when a file, or the names in a folder, have reached the disk for good."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

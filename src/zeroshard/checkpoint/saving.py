@@ -97,12 +97,18 @@ def save(
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
     assert plan is not None
-    runtime.values.agree()
+    return _write(saver, plan, core, {name: each.content for name, each in extras.items()}, slices, shared, begin)
+
+
+def _write(
+    saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str], begin: float
+) -> Save:
+    """One save at a time, into a draft, which goes where the save does not come about."""
+    saver.runtime.values.agree()
     _await_last(saver, plan)
-    draft = _make_draft(runtime.comm, plan)
+    draft = _make_draft(saver.runtime.comm, plan)
     try:
-        contents = {name: each.content for name, each in extras.items()}
-        return Writing(saver, plan, draft, core, contents, slices, shared, begin).run()
+        return Writing(saver, plan, draft, core, extras, slices, shared, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -122,7 +128,7 @@ def check_idle(runtime: Runtime, verb: str) -> None:
     """Raise where states are in the middle of something, or ranks are past the loop."""
     runtime.attendance.refuse(verb)
     runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
+    busy = next((unit.name for unit in runtime.units if unit.in_use), None)
     if busy is not None:
         raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
     runtime.moved.check()

@@ -73,7 +73,7 @@ class Place:
 class Contents:
     """places[i] are elements [begins[i], begins[i] + n) of sources[i]. objects: by name, of plain values.
 
-    guarded[i]: whoever writes it asks first (Runtime.before_change), so that it may be copied while training goes on.
+    guarded[i]: whoever writes it asks first (zero/write_gate.py), so that it may be copied while training goes on.
     """
 
     places: list[Place] = field(default_factory=list)
@@ -150,11 +150,7 @@ def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: Param
         if not wanted:
             contents.frozen.append((group, index))
             continue
-        home, rest = group.homes[index], group.values.rest
-        begin = home.begin
-        if group.master is not None:
-            whole = group.master.numel != group.layout.shard_numel
-            rest, begin = group.master, group.layout.slots[index].offset + home.start if whole else home.begin
+        home, (rest, begin) = group.homes[index], group.masters.slice(index)
         if home.stop > home.start or _first(group, index):
             guarded = group.master is not None or group.values.sharded  # a replicated parameter is the user's own tensor
             contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
@@ -213,7 +209,7 @@ def _state_source(runtime: Runtime, core: OptimizerCore, run: Any, index: int, v
     home = run.group.homes[index]
     if isinstance(value, Rest):
         return value, home.begin
-    start, _ = core.maker.slot_range(run.group, index)
+    start, _ = run.group.masters.range(index)
     return runtime.tiers.over(value), start - run.start + (home.start if core.replicated else 0)
 
 

@@ -179,7 +179,7 @@ class _Stream:
     def _gather(self, batch: list[_Item]) -> dict[str, Tensor]:
         self.runtime.comm.fence_read()  # all shards have been written
         if self.masters and self.runtime.optimizer is not None:
-            self.runtime.optimizer.core.wait()
+            self.runtime.gate.wait()
             for group in {id(group): group for item in batch for group, _, _ in item.sources}.values():
                 self.runtime.optimizer.core.refresh_masters(group)
         found: dict[str, Tensor] = {}

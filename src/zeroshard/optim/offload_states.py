@@ -63,9 +63,7 @@ def offload_states(
     parts, offload = _agree(runtime, include, device, pin_memory)
     parts = [part for part in parts if part not in runtime.moved]
     if not runtime.moved.any:  # else nothing was written since that was done
-        if runtime.optimizer is not None:
-            runtime.optimizer.core.wait()
-        runtime.before_change()
+        runtime.gate.wait()
     if "gradients" not in runtime.moved:
         runtime.flush()
     runtime.settle()

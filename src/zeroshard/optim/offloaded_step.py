@@ -36,7 +36,7 @@ from .cpu_kernels import (
     step_stretch,
     stepping_threads,
 )
-from .segments import Run, stepped_rest
+from .segments import Run
 from .state_storage import ColumnStates
 
 _STEPPED, _GRADIENT, _VALUES = "(stepped)", "(gradient)", "(values)"  # parts of a slab beside the states
@@ -235,7 +235,7 @@ class HostStepper:
             self._read_states(slab)
         self._bring(slab, _GRADIENT, slab.job.gradient, read=True, write=False)
         values = slab.job.run.group.values.rest
-        if slab.job.publish and values is not stepped_rest(slab.job.run.group):
+        if slab.job.publish and values is not slab.job.run.group.masters.stepped:
             self._bring(slab, _VALUES, values, read=False, write=True)
         return True
 
@@ -268,11 +268,11 @@ class HostStepper:
     def _away(self, job: Job) -> list[int]:
         """Bytes an element of everything that a step of this run must bring through a buffer."""
         group = job.run.group
-        rests = [stepped_rest(group), job.gradient, group.values.rest, *group.columns.values()]
+        rests = [group.masters.stepped, job.gradient, group.values.rest, *group.columns.values()]
         away = [r.dtype.itemsize for r in {id(r): r for r in rests}.values() if r.view(0, 0) is None]
         if group.offload.tier is Tier.DISK and not group.columns:  # a first step: states are still to be made
             kernel = self.kernel(job)
-            away += [stepped_rest(group).dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
+            away += [group.masters.stepped.dtype.itemsize] * (len(kernel.columns) if kernel is not None else 2)
         return away
 
     def slab_numel(self, job: Job) -> int:
@@ -294,7 +294,7 @@ class HostStepper:
 
     def _read_states(self, slab: Slab) -> None:
         group = slab.job.run.group
-        self._bring(slab, _STEPPED, stepped_rest(group), read=True, write=True)
+        self._bring(slab, _STEPPED, group.masters.stepped, read=True, write=True)
         for name in slab.job.states.names or ():
             self._bring(slab, name, group.columns[name], read=True, write=True)
 
@@ -339,7 +339,7 @@ class HostStepper:
 
     def kernel(self, job: Job) -> Kernel | None:
         """What steps a run; None: the optimizer's own class."""
-        if not self.fused or stepped_rest(job.run.group).dtype != torch.float32:
+        if not self.fused or job.run.group.masters.stepped.dtype != torch.float32:
             return None
         return kernel_for(self.inner, job.options)
 

@@ -141,8 +141,8 @@ class _Value(ParameterPart):
         runtime = self.group.runtime
         runtime.attendance.refuse(f"the value of {self.home.name}")
         runtime.tiers.check()
+        runtime.gate.wait()
         if runtime.optimizer is not None:
-            runtime.optimizer.core.wait()
             runtime.optimizer.core.refresh_masters(self.group)
 
     def _slice(self) -> Tensor:

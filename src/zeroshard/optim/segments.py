@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import Tier
-from ..offload.storage import Rest, Tiers
-from ..tensor.flat_layout import ALIGNMENT, round_up
+from ..offload.storage import Tiers
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
@@ -78,16 +77,6 @@ class RunMaker:
         assert group.grads is not None
         return group.grads.full if self.replicated else group.grads.load()
 
-    def slot_range(self, group: ParamGroup, index: int) -> tuple[int, int]:
-        """[start, stop) of a parameter in the stepped buffer, with the padding that follows it."""
-        slot = group.layout.slots[index]
-        stop = round_up(slot.stop, ALIGNMENT)
-        if self.replicated:
-            return slot.offset, stop
-        begin, end = group.layout.shard_range(group.comm.rank)
-        start, stop = max(slot.offset, begin), min(stop, end)
-        return (start - begin, stop - begin) if start < stop else (0, 0)
-
     def runs(self, group: ParamGroup, keys: list[object]) -> list[tuple[object, Run]]:
         """(key, run) for each maximal stretch of parameters with equal, not-None key.
 
@@ -99,7 +88,7 @@ class RunMaker:
         for index, key in enumerate(keys):
             if key is None:
                 continue
-            start, stop = self.slot_range(group, index)
+            start, stop = group.masters.range(index)
             if start == stop:
                 start = stop = pending[-1][2] if pending else 0
             apart = alone[index] or (pending and alone[pending[-1][3][0]])
@@ -114,7 +103,7 @@ class RunMaker:
         """One run per parameter, each with its part of the states."""
         parts = []
         for index in run.indices:
-            start, stop = self.slot_range(run.group, index)
+            start, stop = run.group.masters.range(index)
             part = self.make(run.group, start, stop, [index])
             part.states = run.states.cut(start - run.start, stop - run.start, part.tensor)
             parts.append(part)
@@ -143,11 +132,6 @@ class RunMaker:
         for run in parts:
             run.states.clear()
         return joined
-
-
-def stepped_rest(group: ParamGroup) -> Rest:
-    """What is stepped of an offloaded group: masters where there are any, else the values."""
-    return group.master if group.master is not None else group.values.rest
 
 
 def state_nbytes(state: dict[Tensor, dict]) -> int:

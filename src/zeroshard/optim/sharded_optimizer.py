@@ -55,6 +55,7 @@ class OptimizerCore:
         self.delayed: DelayedStep | None = None
         if self.host is not None and runtime.config.delayed_update is not None:
             self.delayed = DelayedStep(self.host)
+        runtime.gate.delayed, runtime.gate.stepper = self.delayed, self.host
         self.runs: list[list[Run]] = [[] for _ in optimizer.param_groups]
         self.parted = False  # runs were split so that a state could be written: see mapping.py
         self.members = [list(group["params"]) for group in optimizer.param_groups]
@@ -245,7 +246,7 @@ class OptimizerCore:
         self.runtime.settle()
         groups = self.stepped_groups
         stepped = set(map(id, groups))
-        self.wait()
+        self.runtime.gate.wait()
         for group in groups:
             self.refresh_masters(group)
         published = self._publish_delayed() if self.delayed is not None else []
@@ -322,28 +323,16 @@ class OptimizerCore:
             self._put_values(group, group.master.host(0, group.master.numel))
         return groups
 
-    def wait(self) -> None:
-        """Return when masters and states are at rest and nobody's but ours."""
-        if self.delayed is not None:
-            self.delayed.wait()
-        self.runtime.before_change()
-
     @torch.no_grad()
     def drain(self) -> None:
         """Parameters, masters and states are of one step: as after a save (collective where an update was delayed)."""
-        self.wait()
+        self.runtime.gate.wait()
         if self.delayed is not None and self.delayed.unpublished:
             self.comm.fence_write()
             self.runtime.settle()
             self.publish(self._publish_delayed())
         for group in self.runtime.groups:
             self.refresh_masters(group)
-
-    def begin_write(self) -> None:
-        """Values, masters or states are about to be written other than by a step: what was read ahead is outdated."""
-        self.wait()
-        if self.host is not None:
-            self.host.forget()
 
     def _all_runs(self) -> list[Run]:
         return [run for runs in self.runs for run in runs]
@@ -373,18 +362,10 @@ class OptimizerCore:
 
     def refresh_masters(self, group: ParamGroup) -> None:
         """Masters follow what the user wrote into parameters since the last step."""
-        if not group.values.sharded and not group.unit.pinned:  # inside zs.gathered parameters count other writes
-            for index, param in enumerate(group.params):
-                if param._version != group.versions[index]:
-                    group.versions[index] = param._version
-                    group.dirty.add(index)
-        if group.dirty and self.host is not None:
-            self.host.forget()
-        for index in group.dirty if group.master is not None else ():
-            start, stop = self.maker.slot_range(group, index)
-            whole = group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
-            group.master.store(start, whole[start:stop])
-        group.dirty.clear()
+        if group.masters.outdated():
+            if self.host is not None:
+                self.host.forget()
+            group.masters.follow()
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
@@ -438,7 +419,7 @@ class OptimizerCore:
 
     def close(self) -> None:
         """Drop states."""
-        self.wait()
+        self.runtime.gate.wait()
         if self.host is not None:
             self.host.close()
         self.whole.close()

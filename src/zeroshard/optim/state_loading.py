@@ -48,14 +48,8 @@ class Core(Protocol):
     group_of: dict[int, int]
     parted: bool
 
-    def wait(self) -> None:
-        """Return when states are at rest and nobody's but ours."""
-
-    def begin_write(self) -> None:
-        """States are about to be written."""
-
     def states_changed(self) -> None:
-        """They have been, and runs are new."""
+        """States have been written, and runs are new."""
 
 
 @dataclass
@@ -120,7 +114,7 @@ class Restoring:
         """
         core = self.core
         spare = _spare(core, self.runs) if write_over else {}
-        core.begin_write()
+        core.runtime.gate.before()
         for run in (run for runs in core.runs for run in runs):
             run.states.clear()
         core.runs = [[] for _ in core.runs]
@@ -197,7 +191,7 @@ def _fill(core: Core, run: Run, given: list[SavedState], values: dict[str, Tenso
     for index, state in zip(run.indices, given, strict=True):
         home = run.group.homes[index]
         start, stop = (0, run.group.layout.slots[index].numel) if core.replicated else (home.start, home.stop)
-        at, end = (bound - run.start for bound in core.maker.slot_range(run.group, index))
+        at, end = (bound - run.start for bound in run.group.masters.range(index))
         for key, value in values.items():
             place, padding = value[at:end].split((stop - start, end - at - stop + start))
             padding.zero_()
@@ -229,5 +223,4 @@ def copy_to_rest(reader: Reader, start: int, stop: int, rest: Rest, begin: int) 
 
 def state_dtype(group: ParamGroup, given: torch.dtype) -> torch.dtype:
     """Floating-point states have the dtype of what is stepped."""
-    stepped = group.master if group.master is not None else group.values
-    return stepped.dtype if given.is_floating_point else given
+    return group.masters.stepped.dtype if given.is_floating_point else given

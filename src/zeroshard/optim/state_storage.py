@@ -164,7 +164,7 @@ class StateHome:
         self.home.group.begin_write()
 
     def fetch(self, gradient: bool) -> Tensor:
-        self.home.group.runtime.optimizer.core.wait()
+        self.home.group.runtime.gate.wait()
         return self.column.load(self.begin, self.begin + self.home.piece.numel)
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
@@ -172,6 +172,9 @@ class StateHome:
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         raise AssertionError("a state is no gradient")
+
+    def before_meeting(self, what: str) -> None:
+        self.home.before_meeting(what)
 
     def gather_local(self, local: Tensor) -> Tensor:
         return self.home.gather_local(local)

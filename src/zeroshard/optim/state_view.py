@@ -141,7 +141,7 @@ def plain(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dict[str, Any]]:
     """The inner state as torch shows it: by parameter, tensors as sharded (or `whole`) tensors of the true shape."""
-    core.wait()
+    core.runtime.gate.wait()
     result: dict[Tensor, dict[str, Any]] = defaultdict(dict)
     for run in (run for runs in core.runs for run in runs):
         state = run.states.load()
@@ -155,7 +155,7 @@ def state_by_param(core: Core, whole: type[Tensor] = Tensor) -> dict[Tensor, dic
 
 def entries_of(core: Core, param: Tensor) -> dict[str, Any]:
     """The states of one parameter, as `state_by_param` shows them."""
-    core.wait()
+    core.runtime.gate.wait()
     run, index = _find(core, param)
     return {key: _view(core, run, index, value, Tensor) for key, value in run.states.load().items()}
 
@@ -166,7 +166,7 @@ def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> 
     if not run.holds(value):
         return value
     home, slot = run.group.homes[index], run.group.layout.slots[index]
-    start, _ = core.maker.slot_range(run.group, index)
+    start, _ = run.group.masters.range(index)
     if core.replicated:
         view = value[start - run.start : start - run.start + slot.numel].view(slot.shape)
         return view if whole is Tensor else view.as_subclass(whole)
@@ -235,7 +235,7 @@ def replace(core: Core, param: Tensor, entries: dict[str, Any]) -> ParameterStat
 def remove_entry(core: Core, param: Tensor, key: str) -> None:
     """One state of one parameter."""
     if key in _find(core, param)[0].states.load():
-        core.begin_write()
+        core.runtime.gate.before()
         run, _ = _alone(core, param)
         run.states.remove(key)
         core.states_changed()
@@ -244,7 +244,7 @@ def remove_entry(core: Core, param: Tensor, key: str) -> None:
 @torch.no_grad()
 def write_entry(core: Core, param: Tensor, key: str, value: Any) -> Any:
     """One state of one parameter. What is shown for it then: a tensor with one value an element is the state itself."""
-    core.begin_write()
+    core.runtime.gate.before()
     run, index = _find(core, param)
     states, shape, name = run.states.load(), run.group.specs[index].shape, f"{run.group.specs[index].name}, {key!r}"
     is_column = key in states and (isinstance(states[key], Rest) or run.holds(states[key]))

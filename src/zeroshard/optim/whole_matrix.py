@@ -29,7 +29,7 @@ from ..offload.storage import Rest, Tiers
 from ..tensor.tiled_parameter import part_of
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.unit import ParamGroup, ParamSpec
-from .segments import Run, stepped_rest
+from .segments import Run
 from .state_storage import ColumnStates
 
 _CHUNK_NBYTES = 4 << 20  # of one rank's staging buffer
@@ -224,7 +224,7 @@ class WholeStepper:
         """This rank's slices of value, gradient and states."""
         group, home = job.group, job.group.homes[job.index]
         assert group.grads is not None
-        stepped = stepped_rest(group)
+        stepped = group.masters.stepped
         entries = job.run.states.load()
         states = [self._state_slice(job, entries[key]) for key in job.states]
         return [stepped.load(home.begin, home.end), group.grads.load(home.begin, home.end).to(stepped.dtype), *states]
@@ -237,7 +237,7 @@ class WholeStepper:
         """Slices of value and states, from the owners to all."""
         sizes, targets = [0] * self.comm.world_size, {}
         for job in turn:
-            dtypes = [stepped_rest(job.group).dtype, *job.states.values()]
+            dtypes = [job.group.masters.stepped.dtype, *job.states.values()]
             sizes[job.owner] = job.numel * sum(dtype.itemsize for dtype in dtypes)
             home = job.group.homes[job.index]
             device = self.comm.device
@@ -261,7 +261,7 @@ class WholeStepper:
 
     def _store(self, job: Stepping, value: Tensor, states: dict[str, Tensor]) -> None:
         group, home, run = job.group, job.group.homes[job.index], job.run
-        stepped = stepped_rest(group)
+        stepped = group.masters.stepped
         stepped.store(home.begin, value)
         if group.master is not None and run.tensor is None:  # else values take them from the masters, all at once
             values = group.values.rest

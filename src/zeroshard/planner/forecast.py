@@ -70,8 +70,7 @@ def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate:
     runtime = runtime_of(model)
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(f"zs.forecast: accumulate: expected a whole number of at least 1, got {accumulate!r}.")
-    if runtime.optimizer is not None:
-        runtime.optimizer.core.wait()
+    runtime.gate.wait()
     work = _Work.of(runtime, accumulate)
     compute_s = accumulate * _compute_seconds(runtime, micro_batch, keep_gradients=accumulate > 1)
     publish_s = _publish_seconds(runtime)

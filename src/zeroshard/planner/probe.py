@@ -24,7 +24,7 @@ from ..offload.gradient_offload import NarrowRest
 from ..offload.storage import Tiers
 from ..optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
 from ..optim.offloaded_step import HostStepper, Job
-from ..optim.segments import Run, stepped_rest
+from ..optim.segments import Run
 from ..optim.sharded_optimizer import OptimizerCore, inner_copy
 
 _PROBE_S = 0.4
@@ -44,7 +44,7 @@ class Rehearsal:
     def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
         """options: of the run's optimizer group. accumulate: backwards of a step."""
         self.inner, self.options = inner_copy(core.inner), dict(options)
-        stepped, values, grads = stepped_rest(run.group), run.group.values, run.group.grads
+        stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.grads
         numel = min(_NUMEL, max(run.numel, 1 << 16))
         self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
         # what is not added to anything stays as it was sent

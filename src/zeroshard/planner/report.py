@@ -213,7 +213,7 @@ def step_itemsizes(runtime: Runtime, group: ParamGroup) -> dict[Link, int]:
     if group.grads is None or runtime.optimizer is None:
         return moved
     values, gradient = group.values.rest, group.grads.rest
-    stepped = group.master if group.master is not None else values
+    stepped = group.masters.stepped
     here = Tier.DEVICE if group.offload.tier is Tier.DEVICE else Tier.HOST  # where it is stepped
     states = sum(column.dtype.itemsize for column in group.columns.values()) or 2 * 4  # before the first step: Adam's
     if group.offload.tier is Tier.DISK:

@@ -84,6 +84,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
     undivided = any(tensor._of_gradient and tensor._home.undivided for tensor in tensors)
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
+    tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
     payload = bytes([undivided]) + measured.numpy().tobytes()
     everyone = tensors[0]._home.comm.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):

@@ -39,6 +39,9 @@ class RangeHome:
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.parent.after_gradient_write(local, self.begin + offset)
 
+    def before_meeting(self, what: str) -> None:
+        self.parent.before_meeting(what)
+
     def gather_local(self, local: Tensor) -> Tensor:
         return self.parent.gather_local(local)
 

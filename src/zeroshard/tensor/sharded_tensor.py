@@ -54,6 +54,9 @@ class Home(Protocol):
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         """The same of the gradient's slice."""
 
+    def before_meeting(self, what: str) -> None:
+        """Raise where ranks that are needed for `what` can not take part."""
+
     def gather_local(self, local: Tensor) -> Tensor:
         """(shape) from every rank's slice (collective)."""
 

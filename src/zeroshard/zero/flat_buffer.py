@@ -185,6 +185,45 @@ class ParameterBuffer:
         self.release()
 
 
+class LocalSums:
+    """What zs.accumulate holds back, sums of this rank alone by slot: in the resting buffer, or in memory of their own."""
+
+    def __init__(self, layout: FlatLayout, ledger: Ledger) -> None:
+        self._layout, self._ledger = layout, ledger
+        self.held = [False] * len(layout.slots)
+        self._views: list[Tensor] = []
+        self._own_nbytes = 0
+
+    @property
+    def begun(self) -> bool:
+        """True when they have a place."""
+        return bool(self._views)
+
+    def begin(self, flat: Tensor, own: bool) -> None:
+        """Their place from now on, (numel,); own: it is nobody else's."""
+        self._views = slot_views(flat, self._layout)
+        self._own_nbytes = flat.nbytes if own else 0
+        if own:
+            self._ledger.enter(PARTIAL, flat.nbytes)
+
+    def add(self, index: int, grad: Tensor) -> Tensor:
+        """The sum of slot `index` with one more gradient."""
+        view = self._views[index]
+        view.add_(grad) if self.held[index] else view.copy_(grad)
+        self.held[index] = True
+        return view
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._views[index]
+
+    def release(self) -> None:
+        """Forget them; the inverse of `begin`."""
+        if self._own_nbytes:
+            self._ledger.strike(PARTIAL, self._own_nbytes)
+        self._views, self._own_nbytes = [], 0
+        self.held = [False] * len(self.held)
+
+
 class GradientBuffer:
     """The gradients of one parameter buffer, from local pieces to the reduced shard.
 
@@ -223,10 +262,8 @@ class GradientBuffer:
         self.square_sum: float | Tensor | None = None
         self._stores = 0
         self._count = len(layout.slots)
-        self._held = [False] * self._count  # local sums kept by zs.accumulate
         self._filled = [False] * self._count  # present in the buffer to be sent
-        self._hold: list[Tensor] | None = None
-        self._hold_own: Tensor | None = None  # memory of `_hold` where it is not the resting buffer
+        self._sums = LocalSums(layout, ledger)
         self._carry: Tensor | None = None  # the earlier reduced shard, while its place is used for local sums
         self._send: Region | None = None
         self._slot = -1
@@ -244,16 +281,14 @@ class GradientBuffer:
     def add(self, index: int, grad: Tensor, sync: bool) -> None:
         """Add a local gradient of slot `index`: to what this backward sends, or (not sync) to what is held."""
         if not sync:
-            hold = self._begin_hold()
-            hold[index].add_(grad) if self._held[index] else hold[index].copy_(grad)
-            self._held[index] = True
+            self._begin_sums()
+            self._sums.add(index, grad)
             return
         views = self._begin_send()
-        if self._filled[index] or (self.direct and self._held[index]):
+        if self._filled[index] or (self.direct and self._sums.held[index]):
             views[index].add_(grad)
-        elif self._held[index]:
-            assert self._hold is not None
-            views[index].copy_(self._hold[index].add_(grad))
+        elif self._sums.held[index]:
+            views[index].copy_(self._sums.add(index, grad))
         else:
             views[index].copy_(grad)
         self._filled[index] = True
@@ -266,7 +301,7 @@ class GradientBuffer:
     @property
     def holds(self) -> bool:
         """True when local sums are held back by zs.accumulate."""
-        return any(self._held)
+        return any(self._sums.held)
 
     @property
     def carries(self) -> bool:
@@ -282,17 +317,14 @@ class GradientBuffer:
             self._carry = self.load().clone()
             self.ledger.enter(PARTIAL, self._carry.nbytes)
 
-    def _begin_hold(self) -> list[Tensor]:
-        if self._hold is None:
-            if self.region is not None:
-                self._begin_resting()
-                flat = self.region.tensor
-            else:
-                flat = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device)
-                self._hold_own = flat
-                self.ledger.enter(PARTIAL, flat.nbytes)
-            self._hold = slot_views(flat, self.layout)
-        return self._hold
+    def _begin_sums(self) -> None:
+        if self._sums.begun:
+            return
+        if self.region is not None:
+            self._begin_resting()
+            self._sums.begin(self.region.tensor, own=False)
+        else:
+            self._sums.begin(torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device), own=True)
 
     def _begin_send(self) -> list[Tensor]:
         if self._send is None:
@@ -312,18 +344,17 @@ class GradientBuffer:
         """Start the reduction of what was added (zeros for slots without a gradient)."""
         views = self._begin_send()
         for index in range(self._count):
-            if self._filled[index] or (self.direct and self._held[index]):
+            if self._filled[index] or (self.direct and self._sums.held[index]):
                 continue
-            if self._held[index]:
-                assert self._hold is not None
-                views[index].copy_(self._hold[index])
+            if self._sums.held[index]:
+                views[index].copy_(self._sums[index])
             else:
                 views[index].zero_()
         assert self._send is not None
         if not self.direct:
             for start, stop in self.layout.paddings():
                 self._send.tensor[start:stop].zero_()
-        self._release_hold()
+        self._sums.release()
         if self.departure is not None:
             out, accumulate = self.departure.landing(), False
         elif self._carry is not None:
@@ -483,7 +514,7 @@ class GradientBuffer:
 
     def drop_held(self) -> None:
         """Forget local sums that were held back."""
-        self._release_hold()
+        self._sums.release()
         self._release_carry()
 
     def discard(self) -> None:
@@ -495,12 +526,6 @@ class GradientBuffer:
         if self.departure is not None:
             self.departure.abandon()
         self.drop()
-
-    def _release_hold(self) -> None:
-        if self._hold_own is not None:
-            self.ledger.strike(PARTIAL, self._hold_own.nbytes)
-        self._hold = self._hold_own = None
-        self._held = [False] * self._count
 
     def _release_carry(self) -> None:
         if self._carry is not None:

@@ -52,6 +52,9 @@ class BirthHome:
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         """No masters yet."""
 
+    def before_meeting(self, what: str) -> None:
+        """All ranks build the model."""
+
     def gather_local(self, local: Tensor) -> Tensor:
         return gather_flat(self.comm, local, f"full tensor of {self.name}")
 

@@ -93,13 +93,7 @@ class ValueWatch:
 
     def fingerprint(self) -> int:
         """Of what this rank has written since ranks last agreed; 0: nothing."""
-        self._written = [
-            (group, index)
-            for group in self._groups
-            if not group.unit.pinned  # inside zs.gathered parameters count other writes
-            for index, (param, version) in enumerate(zip(group.params, group.versions, strict=True))
-            if param._version != version
-        ]
+        self._written = [(group, index) for group in self._groups for index in group.masters.unseen()]
         return zlib.crc32(_packed(self._sums())) + 1 if self._written else 0
 
     def agree(self, fingerprints: list[int] | None = None) -> None:
@@ -115,8 +109,7 @@ class ValueWatch:
         if len(set(fingerprints)) > 1:
             self._compare()
         for group, index in self._written:  # masters follow at the next step
-            group.versions[index] = group.params[index]._version
-            group.dirty.add(index)
+            group.masters.seen(index)
 
     def _sums(self, numbers: set[int] = frozenset()) -> dict[int, int]:  # type: ignore[assignment]
         """By the parameter's number: of what was written, or of `numbers`."""

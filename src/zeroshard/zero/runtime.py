@@ -41,7 +41,8 @@ from .model_changes import ModelWatch, ValueWatch
 from .prefetch import Prefetcher
 from .schedule import Schedule, Visit
 from .skipped_units import take_part
-from .unit import ParamGroup, Unit
+from .unit import Kept, ParamGroup, Unit
+from .write_gate import WriteGate
 
 
 class Runtime:
@@ -62,6 +63,7 @@ class Runtime:
         self.optimizer: Any = None
         self.saver: Any = None  # of checkpoints
         self.unusable = ""  # why, where a load ended half-way
+        self.gate = WriteGate(self)
         self.account = GradientAccount()
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
         self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
@@ -124,7 +126,7 @@ class Runtime:
         if not self.in_backward:
             self.attendance.begin_forward()
             self._training = torch.is_grad_enabled()
-            if self._training or any(unit.outdated for unit in self._kept):
+            if self._training or any(unit.kept.outdated for unit in self._kept):
                 self._release_kept()
             self._kept_before = len(self._kept)  # by a forward whose backward may follow an evaluation
             self._model_watch.check(any(unit.pinned for unit in self.units))
@@ -294,7 +296,7 @@ class Runtime:
     def keep(self, unit: Unit) -> None:
         """Hold the unit's memory until the backward (or the next forward) is over."""
         if not unit.kept:
-            unit.kept, unit.outdated = True, False
+            unit.kept = Kept()
             self._kept.append(unit)
 
     # -- backward --------------------------------------------------------------------------------------------
@@ -339,7 +341,7 @@ class Runtime:
             self._open(unit, backward=True)
             if torch.is_grad_enabled():  # create_graph=True: a backward of this backward reads the parameters again
                 self.keep(unit)
-                unit.graphed = self.backward.graphed = True
+                unit.kept.graphed = self.backward.graphed = True
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
         """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
@@ -368,7 +370,7 @@ class Runtime:
         if not unit.in_backward:
             return
         unit.in_backward = False
-        if unit.depth == 0 and not unit.pinned:
+        if not unit.in_use:
             unit.swap_out()
             self.release(unit)
 
@@ -427,11 +429,11 @@ class Runtime:
 
     def _release_kept(self, first: int = 0, graphed: bool = False) -> None:
         """Units that were kept, from the `first` one on; those for a backward of a backward only where it is over."""
-        stay = [unit for position, unit in enumerate(self._kept) if position < first or (unit.graphed and not graphed)]
+        stay = [unit for position, unit in enumerate(self._kept) if position < first or (unit.kept.graphed and not graphed)]
         kept, self._kept = [unit for unit in self._kept if unit not in stay], stay
         for unit in kept:
-            unit.kept = unit.graphed = False
-            if unit.depth == 0 and not unit.in_backward and not unit.pinned:
+            unit.kept = None
+            if not unit.in_use:
                 self.release(unit)
 
     def _release_viewed(self, output: Any) -> None:
@@ -445,18 +447,7 @@ class Runtime:
         """Before shards are written: no unit keeps what was gathered or fetched from them."""
         self._release_kept(graphed=True)
         for unit in self.units:
-            if unit.depth == 0 and not unit.pinned:
-                unit.release()
-                unit.forget()
-            for group in unit.groups:
-                group.values.settle()
-
-    def before_change(self) -> None:
-        """Values, masters or states are about to be written: a save in the background copies them first."""
-        self.moved.check()
-        self.recover()
-        if self.saver is not None:
-            self.saver.await_copy()
+            unit.outdate()
 
     def recover(self) -> None:
         """Forget a backward that ended by an exception, and forwards that were interrupted, on whichever rank.

@@ -250,11 +250,12 @@ class Builder:
                 self.pool, self.tiers, self.tag, f"reduce {label}",
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
+        group.masters.whole = config.row.optimizer is Placement.REPLICATED
         if grads is not None:
             group.offload, master_dtype = self._states[id(bucket[0])]
             if master_dtype is not None:
-                numel = layout.shard_numel if config.row.optimizer is Placement.SHARDED else layout.numel
-                group.master = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
+                numel = layout.numel if group.masters.whole else layout.shard_numel
+                group.masters.rest = self.tiers.rest(MASTERS, group.offload, numel, master_dtype)
         for index, spec in enumerate(bucket):
             self._place(group, index, spec)
         return group
@@ -304,7 +305,7 @@ class Builder:
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
             group.params.append(fresh)
             group.compute.append(fresh)
-            group.versions.append(fresh._version)
+            group.masters.versions.append(fresh._version)
             return
         facade = ShardedParameter(
             None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
@@ -375,13 +376,10 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
-    group.dirty.discard(index)  # values and masters are of one write
-    if group.master is None:
-        return
-    if group.master.numel == group.layout.shard_numel:
-        group.master.store(home.begin, piece)
-    else:
-        group.master.store(group.layout.slots[index].offset, _whole_of(value).reshape(-1))
+    masters = group.masters
+    masters.dirty.discard(index)  # values and masters are of one write
+    if masters.rest is not None:
+        masters.rest.store(masters.range(index)[0], _whole_of(value).reshape(-1) if masters.whole else piece)
 
 
 def _piece_of(value: Tensor, start: int, stop: int) -> Tensor:

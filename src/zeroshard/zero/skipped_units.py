@@ -29,7 +29,7 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         runtime.schedule.visit(visit, training=True)
         runtime.attendance.gather(unit)
         unit.ready()
-        if unit.depth or unit.in_backward or unit.pinned:
+        if unit.in_use:
             continue
         if runtime.coverage.hides(unit) and not visit.backward:  # where it is used it stays until backward
             runtime.keep(unit)

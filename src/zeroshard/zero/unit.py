@@ -40,6 +40,7 @@ from ..tensor.sharded_tensor import (
 )
 from ..tensor.tiled_parameter import Tile
 from .flat_buffer import GradientBuffer, ParameterBuffer
+from .masters import Masters
 
 
 class Phase(Enum):
@@ -109,15 +110,18 @@ class ParamHome:
 
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.values.rest.store(self.begin + offset, local)
-        self.group.dirty.add(self.index)
+        self.group.masters.dirty.add(self.index)
 
     def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
         self.group.refuse_gradient_write()
         self.group.grads.store(self.begin + offset, local)
 
-    def gather_local(self, local: Tensor) -> Tensor:
+    def before_meeting(self, what: str) -> None:
         if self.group.runtime is not None:
-            self.group.runtime.attendance.refuse("full_tensor() (or another whole tensor)")
+            self.group.runtime.attendance.refuse(what)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        self.before_meeting("full_tensor() (or another whole tensor)")
         return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
 
     def gradient(self) -> Tensor | None:
@@ -167,7 +171,6 @@ class ParamGroup:
 
     params: [sharded or ordinary] parameters as the user sees them; compute: what autograd sees.
     active: parameters that some rank had a gradient for since the last zero_grad (the same on every rank).
-    dirty: parameters written through the API since masters were last refreshed.
     """
 
     specs: list[ParamSpec]
@@ -175,7 +178,6 @@ class ParamGroup:
     comm: Comm
     values: ParameterBuffer
     grads: GradientBuffer | None
-    master: Rest | None = None  # fp32: the shard's (or, replicated optimizer, the whole buffer's) master weights
     offload: Offload = Offload()  # of masters and optimizer states
     columns: dict[str, Rest] = field(default_factory=dict)  # optimizer states of the shard, where they are offloaded
     averages: list[Rest] = field(default_factory=list)  # of the shard over time: see zs.ema
@@ -183,14 +185,19 @@ class ParamGroup:
     compute: list[nn.Parameter] = field(default_factory=list)
     homes: list[ParamHome] = field(default_factory=list)
     active: list[bool] = field(default_factory=list)
-    dirty: set[int] = field(default_factory=set)
-    versions: list[int] = field(default_factory=list)
+    masters: Masters = field(init=False)
     runtime: Any = None  # whose group this is
     unit: Any = None  # of which it is a part
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
         self.active = [False] * len(self.specs)
+        self.masters = Masters(self)
+
+    @property
+    def master(self) -> Rest | None:
+        """The masters at rest, if there are any."""
+        return self.masters.rest
 
     @property
     def trainable(self) -> bool:
@@ -200,14 +207,7 @@ class ParamGroup:
         """The user is about to write values, masters or states: nobody may go on with earlier ones."""
         if self.runtime is not None:
             self.runtime.attendance.refuse("a write to a parameter or an optimizer state")
-            self.runtime.recover()
-        if self.unit is not None:
-            self.unit.outdate()
-        if self.runtime is None:
-            return
-        if self.runtime.optimizer is not None:
-            self.runtime.optimizer.core.begin_write()
-        self.runtime.before_change()
+            self.runtime.gate.before(self.unit)
 
     def leave(self) -> None:
         """Parameters refuse to be used: their memory is given up, for a while."""
@@ -256,14 +256,12 @@ class ParamGroup:
             self.unit.writes += 1
         else:
             torch.autograd.graph.increment_version(self.params)
-            self.versions = [version + 1 for version in self.versions]
+            self.masters.versions = [version + 1 for version in self.masters.versions]
 
     def put_whole(self, index: int) -> None:
         """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
-        param = self.params[index]
-        torch.autograd.graph.increment_version(param)
-        self.versions[index] = param._version
-        self.dirty.discard(index)
+        torch.autograd.graph.increment_version(self.params[index])
+        self.masters.written(index)
 
     def gradient(self, index: int) -> Tensor | None:
         """The reduced gradient of parameter `index` as a sharded (stage 0: plain) tensor, or None."""
@@ -327,6 +325,14 @@ class ParamGroup:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
+@dataclass
+class Kept:
+    """Of a unit that stays gathered. outdated: shards were written since; graphed: it is for a backward of a backward."""
+
+    outdated: bool = False
+    graphed: bool = False
+
+
 class Unit:
     """A named set of parameter groups with the modules through which it is entered."""
 
@@ -337,8 +343,7 @@ class Unit:
         self.depth = 0  # forwards running inside
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.kept = False  # an output still refers to its memory
-        self.outdated = False  # and shards were written since
+        self.kept: Kept | None = None  # an output still refers to its memory
         self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
@@ -349,7 +354,6 @@ class Unit:
         self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expect()
-        self.graphed = False  # for a backward of a backward
         self._works: list[Work] = []
         self._places = [
             (owner._parameters, attribute, g.params, g.compute, i)
@@ -374,6 +378,11 @@ class Unit:
         self.expected = sum(param.requires_grad for param in params)  # gradients per backward
         self.has_frozen = self.expected < len(params)
         self.marked = self.has_frozen or isinstance(self.modules[0], Tile)  # backward may be over before all gradients are there
+
+    @property
+    def in_use(self) -> bool:
+        """True in the middle of a forward, of a backward, of zs.gathered: its modules hold what is no resting parameter."""
+        return self.depth > 0 or self.in_backward or self.pinned
 
     def _move(self, phase: Phase) -> None:
         if phase not in _ALLOWED[self.phase]:
@@ -465,10 +474,11 @@ class Unit:
 
     def outdate(self) -> None:
         """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
-        if self.depth == 0 and not (self.in_backward or self.pinned or self.kept):
+        if not (self.in_use or self.kept):
             self.release()
             self.forget()
-        self.outdated = self.kept
+        if self.kept:
+            self.kept.outdated = True
         for group in self.groups:
             group.values.settle()
 
