@@ -32,7 +32,8 @@ LAYERS = (
     ("__init__",),
     ("models", "launch"),
     ("integrations",),
-    ("cli", "bench", "__main__"),
+    ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
+    ("integrations.deepspeed.site", "cli", "bench", "__main__"),
 )
 
 

@@ -22,6 +22,7 @@ from ... import api
 from ...errors import ZeroshardError
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
+from . import partition
 from .checkpoints import Checkpoints
 from .engine_optimizer import wrap
 from .engine_settings import Settings
@@ -308,6 +309,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         if self._gc_was_on:
             gc.enable()
         if getattr(self.module, "_zeroshard", None) is not None and not runtime_of(self.module).closed:
+            partition.detach(self.module)
             api.close(self.module)
 
 

@@ -233,3 +233,12 @@ def _line_for(args: argparse.Namespace, argv: Sequence[str] | None, node: int) -
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def command() -> int:
+    """The command line `zeroshard-deepspeed`: a mistake is one line."""
+    try:
+        return main()
+    except ConfigError as error:
+        print(f"zeroshard-deepspeed: {error}", file=sys.stderr)
+        return 2

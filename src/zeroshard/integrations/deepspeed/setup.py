@@ -77,6 +77,7 @@ def _initialize(
     config = DeepSpeedConfig(given, mpu, world_size=_world_size(group))
     device, local_rank = _device(args)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
+        partition.detach(model)
         api.close(model)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)

@@ -126,8 +126,8 @@ _TABLE = {
         "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
         "noop_decorator required_torch_version see_memory_usage set_random_seed",
     "runtime.zero":
-        "partition: GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
-        "unregister_external_parameter; stand_ins: TiledLinear",
+        "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "register_external_parameter unregister_external_parameter; stand_ins: TiledLinear",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "OffloadDeviceEnum",
@@ -136,17 +136,17 @@ _TABLE = {
         "sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config":
         "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
-    "runtime.zero.parameter_offload": "partition: is_zero_param",
     "runtime.zero.partition_parameters":
-        "accelerator: get_accelerator; partition: GatheredParameters Init MultipleAllGatherHandles "
-        "ZeroParamStatus ZeroParamType _orig_torch_arange _orig_torch_empty _orig_torch_eye _orig_torch_full "
-        "_orig_torch_ones _orig_torch_randn _orig_torch_tensor _orig_torch_zeros is_zero_param "
-        "register_external_parameter restore_init_context shutdown_init_context unregister_external_parameter "
+        "accelerator: get_accelerator; partition: DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride "
+        "GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType _orig_torch_arange "
+        "_orig_torch_empty _orig_torch_eye _orig_torch_full _orig_torch_ones _orig_torch_randn _orig_torch_tensor "
+        "_orig_torch_zeros is_zero_param partitioned_param_data_shape register_external_parameter "
+        "restore_init_context shutdown_init_context unregister_external_parameter "
         "zero_wrapper_for_fp_tensor_constructor",
     "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": "stand_ins: TiledLinear",
-    "runtime.zero.utils": "stand_ins: ZeRORuntimeException",
+    "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",
     "utils":
         "fragments: safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
@@ -190,8 +190,8 @@ _TABLE = {
         "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint",
     "zero":
-        "partition: GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
-        "unregister_external_parameter",
+        "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "register_external_parameter unregister_external_parameter",
 }
 
 INSTEAD: dict[str, str] = {  # by module or name: what to use

@@ -28,10 +28,10 @@ def test_submodules_are_attributes():
 
 
 def test_a_missing_name_says_what_to_use():
-    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no init_inference. It trains"):
-        deepspeed.init_inference  # noqa: B018
-    with pytest.raises(ImportError, match="zeroshard.deepspeed has no tp_model_init. Use torch"):
-        from zeroshard.deepspeed import tp_model_init  # noqa: F401
+    with pytest.raises(AttributeError, match="zeroshard.deepspeed has no compression. Quantize"):
+        deepspeed.compression  # noqa: B018
+    with pytest.raises(ImportError, match="zeroshard.deepspeed has no elasticity. Checkpoints"):
+        from zeroshard.deepspeed import elasticity  # noqa: F401
     with pytest.raises(AttributeError, match="zeroshard.deepspeed has no runtime.engine.NoSuch"):
         deepspeed.runtime.engine.NoSuch  # noqa: B018
     assert not hasattr(deepspeed, "no_such_thing")
