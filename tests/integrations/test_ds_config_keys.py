@@ -4,11 +4,12 @@ NAMES is written down from DeepSpeed's documents and from 0.19.8 itself, apart f
 """
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 
-from zeroshard.integrations.deepspeed import sections
+from zeroshard.integrations.deepspeed import config_keys, sections
 from zeroshard.integrations.deepspeed.config_keys import ALIASES, KEYS, Treatment, keys_of, table
 from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.shard_options import build_optimizer, shard_options
@@ -313,3 +314,9 @@ def test_typed_sections_have_the_fields_and_defaults_of_deepspeed_itself():
         assert mine.keys() - removed == theirs.keys()
         forwarded = {"stage3_gather_fp16_weights_on_model_save"}
         assert {n: v for n, v in theirs.items() if n not in forwarded} == {n: mine[n] for n in theirs if n not in forwarded}
+
+
+def test_the_document_has_every_key():
+    """Made anew: python -c "from zeroshard.integrations.deepspeed.config_keys import markdown; print(markdown(), end='')"."""
+    document = Path(__file__).parents[2] / "docs" / "deepspeed-config.md"
+    assert document.read_text() == config_keys.markdown()

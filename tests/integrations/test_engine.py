@@ -1,6 +1,7 @@
 """The engine's loop is that of one process: losses, norms, weights; accumulation by every route; what it refuses."""
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -351,3 +352,32 @@ def test_training_data():
 
     seen = run_threads(2, body)
     assert len(seen[0]) == 5 and sorted(seen[0] + seen[1]) == list(range(10))
+
+
+def test_unused_parameters():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.used(x).sum()
+
+    for ignore in (True, False):
+        given = config(2, 1, 1)
+        given["zero_optimization"]["ignore_unused_parameters"] = ignore
+        engine, *_ = deepspeed.initialize(model=Two(), config=given)
+        engine.backward(engine(torch.ones(1, 4)))
+        if ignore:
+            engine.step()
+            continue
+        with pytest.raises(AssertionError, match=r"other.weight, other.bias \(2 in all\)"):
+            engine.step()
+
+
+def test_no_collection_of_garbage():
+    assert gc.isenabled()
+    engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1, disable_python_gc=True))
+    assert not gc.isenabled()
+    engine.destroy()
+    assert gc.isenabled()

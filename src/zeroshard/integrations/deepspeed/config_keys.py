@@ -157,7 +157,7 @@ _TOP = (
     _N("memory_breakdown", False, "memory is not printed step by step: zs.report(model) gives bytes by category"),
     _H("dump_state", False, "logs the configuration once"),
     _N("disable_allgather", False, "DeepSpeed does not read it either"),
-    _N("disable_python_gc", False, "the garbage collector is left as it is: call gc.disable() for the same"),
+    _H("disable_python_gc", False, "true: no automatic collection of garbage until engine.destroy()"),
     _H("dataloader_drop_last", False, "of training_data="),
     _H("log_level", None, "level of the package's logger"),
     _N("vocabulary_size", None, "a hint about alignment"),
@@ -180,7 +180,7 @@ _ZERO = (
     _N("use_multi_rank_bucket_allreduce", True, f"there are no buckets: {_SAME}", "bool"),
     replace(_N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool"), fits=(True,)),
     _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown", "bool"),
-    _H("load_from_fp32_weights", True, "false: masters are made from the 16-bit weights of a checkpoint", "bool"),
+    _N("load_from_fp32_weights", True, "the fp32 masters of a checkpoint are always taken", "bool"),
     _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
     _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),
     _H("offload_param", None, "below", "offload_param", "offload_param"),
@@ -193,8 +193,8 @@ _ZERO = (
     _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"),
     _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count",
         "prefetch_bucket_size")),
-    _stage3(_H("param_persistence_threshold", 100_000, "parameters below it count as persistent (param.ds_persist)", "count")),
-    _stage3(_H("model_persistence_threshold", sys.maxsize, "elements that may be persistent together", "count")),
+    _stage3(_N("param_persistence_threshold", 100_000, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
+    _stage3(_N("model_persistence_threshold", sys.maxsize, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
     _stage3(_H("max_live_parameters", 1_000_000_000, "bounds the next one", "count", "max_live_parameters")),
     _stage3(_H("max_reuse_distance", 1_000_000_000,
         "a unit stays gathered from forward to backward if at most so many elements are gathered in "
@@ -281,7 +281,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     "torch_autocast": (
         _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
         _H("dtype", None, "of torch.autocast"),
-        _H("lower_precision_safe_modules", None, "classes whose gradients are sent in that dtype"),
+        _R("lower_precision_safe_modules", None, "leave it out: torch.autocast chooses by operation, for all modules alike"),
     ),
     "activation_checkpointing": (
         _N("partition_activations", False, "activations are partitioned over model-parallel ranks, of which there are none"),
@@ -457,6 +457,21 @@ ALIASES: dict[str, str] = {  # whole names
 def keys_of(section: str) -> tuple[Key, ...]:
     """The rows directly in a section; "" for the top level."""
     return tuple(key for key in KEYS.values() if key.name.rpartition(".")[0] == section)
+
+
+def markdown() -> str:
+    """The document docs/deepspeed-config.md."""
+    lines = [
+        "# DeepSpeed's configuration: every key", "",
+        "Honoured: it does what it says. Noted: accepted, and said once, with the reason why it changes nothing. Refused: an",
+        "error that names the key and what to do; where its value means *off* it is accepted. Unknown keys of typed sections are",
+        "errors, others are noted with a suggestion. Made by `integrations/deepspeed/config_keys.py:markdown`.", "",
+        "| key | default | | |", "|---|---|---|---|",
+    ]  # fmt: skip
+    for name, default, treatment, text in table():
+        shown = "largest" if default == sys.maxsize else "" if default is None else repr(default).replace("|", "/")
+        lines.append(f"| `{name}` | {shown} | {treatment} | {text.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
 
 
 def table() -> list[tuple[str, Any, str, str]]:

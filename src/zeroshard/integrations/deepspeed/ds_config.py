@@ -210,9 +210,6 @@ class DeepSpeedConfig:
         autocast = _with_defaults(given, "torch_autocast")
         self.torch_autocast_enabled = autocast["enabled"] is True
         self.torch_autocast_dtype = dtype_of("torch_autocast.dtype", autocast["dtype"])
-        safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
-        if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):
-            raise ValueError(f"torch_autocast.lower_precision_safe_modules: expected a list of class paths, got {safe!r}.")
         types = _with_defaults(given, "data_types")
         for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
             dtype_of(f"data_types.{name}", types[name])

@@ -233,6 +233,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:
         self._hold(False)
+        if self.zero_optimization_stage() == 2 and not self.zero_ignore_unused_parameters():
+            self._check_used()
         self.optimizer.step()
         record = self.basic_optimizer.last_step
         self._global_grad_norm = record.grad_norm if self.zero_compute_grad_norm() else None
@@ -249,6 +251,18 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
         self._backwards = 0
         self._tell()
+
+    def _check_used(self) -> None:
+        """Raise, on all ranks, where a trained parameter got no gradient on any of them."""
+        runtime = runtime_of(self.module)
+        runtime.flush()
+        groups = [group for group in runtime.groups if group.trainable]
+        unused = [spec.name for group in groups for spec, active in zip(group.specs, group.active, strict=True) if not active]
+        if unused:
+            raise AssertionError(
+                f"parameters without a gradient: {', '.join(unused[:5])} ({len(unused)} in all); let the loss depend on them, freeze "
+                'them, or leave {"zero_optimization": {"ignore_unused_parameters": false}} out.'
+            )
 
     def _tell(self) -> None:
         every = self.steps_per_print()

@@ -1,0 +1,73 @@
+"""PEFT in a plain loop: LoRA equals one process at every stage; adapters off, saved, merged."""
+
+import pytest
+import torch
+
+import zeroshard as zs
+from zeroshard.testing import run_threads
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+IDS = torch.randint(64, (4, 2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def lora():
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return peft.get_peft_model(
+        transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+    )
+
+
+torch.manual_seed(5)
+WEIGHTS = {name: value + 0.1 for name, value in lora().state_dict().items()}  # LoRA's B begins with zeros
+
+
+def built():
+    model = lora()
+    model.load_state_dict(WEIGHTS)
+    return model
+
+
+def trained(model, optimizer, batches):
+    for ids in batches:
+        for part in ids:
+            (model(input_ids=part, labels=part).loss / len(ids)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    model = built()
+    trained(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01), IDS[:2].view(2, 2, 1, 16))
+    with torch.no_grad():
+        loss = model(input_ids=IDS[2], labels=IDS[2]).loss.item()
+        with model.disable_adapter():
+            base = model(input_ids=IDS[2], labels=IDS[2]).loss.item()
+    adapter = {name: value.clone() for name, value in peft.get_peft_model_state_dict(model).items()}
+    return loss, base, adapter, model.merge_and_unload().state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lora_equals_one_process(stage, reference):
+    def body(rank):
+        model = built()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        model, optimizer = zs.shard(model, optimizer, stage=stage)
+        trained(model, optimizer, IDS[:2].view(2, 2, 1, 16)[:, rank : rank + 1])
+        with torch.no_grad():
+            loss = model(input_ids=IDS[2], labels=IDS[2]).loss.item()
+            with model.disable_adapter():
+                base = model(input_ids=IDS[2], labels=IDS[2]).loss.item()
+        adapter = peft.get_peft_model_state_dict(model, state_dict=zs.full_state_dict(model))
+        return loss, base, adapter, zs.close(model).merge_and_unload().state_dict()
+
+    for found in run_threads(2, body):
+        assert found[:2] == pytest.approx(reference[:2], rel=1e-5)
+        for mine, theirs in zip(found[2:], reference[2:], strict=True):
+            assert mine.keys() == theirs.keys()
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=1e-4, atol=1e-5)
