@@ -65,28 +65,28 @@ print(deepspeed is zeroshard.deepspeed, engine is zeroshard.deepspeed.runtime.en
 
 
 def test_installed_in_this_process_and_its_children():
-    import torch  # noqa: F401
-    expected = ["True", "0.19.8+zeroshard", "True", "True", "True"]
-    assert _run(ASK, install=True) == expected
-    assert _run(ASK, **child_environment()) == expected
-    child = f"import subprocess, sys\nprint(subprocess.run([sys.executable, '-c', {ASK!r}], capture_output=True, text=True).stdout)"
-    assert _run(child, install=True) == expected
+    child = f"{ASK}\nimport subprocess\nprint(subprocess.run([sys.executable, '-c', {ASK!r}], capture_output=True, text=True).stdout)"
+    assert _run(child, install=True) == ["True", "0.19.8+zeroshard", "True", "True", "True"] * 2
 
 
 def test_install_comes_first():
     code = """
 import sys, types
 import zeroshard.deepspeed
-sys.modules["{name}"] = types.ModuleType("{name}")
-try:
-    zeroshard.deepspeed.install()
-except Exception as error:
-    print(type(error).__name__, "{name}" in str(error))
+for name in ("transformers", "accelerate", "deepspeed"):
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        zeroshard.deepspeed.install()
+    except Exception as error:
+        print(type(error).__name__, name in str(error))
+    del sys.modules[name]
+zeroshard.deepspeed.install()
+import deepspeed
+sys.modules["accelerate"] = sys
+zeroshard.deepspeed.install()
+print("again")
 """
-    for name in ("transformers", "accelerate", "deepspeed"):
-        assert _run(code.format(name=name)) == ["ConfigError", "True"]
-    again = "zeroshard.deepspeed.install(); import deepspeed, sys, types; sys.modules['accelerate'] = sys; zeroshard.deepspeed.install(); print('fine')"
-    assert _run(again, install=True) == ["fine"]
+    assert _run(code) == ["ConfigError", "True"] * 3 + ["again"]
 
 
 def test_a_script_unchanged(tmp_path):
@@ -95,7 +95,8 @@ def test_a_script_unchanged(tmp_path):
     script.write_text("import sys, deepspeed, beside\nprint(deepspeed.__version__, sys.argv[1:], beside.VALUE, __name__)\n")
     expected = ["0.19.8+zeroshard", "['--local_rank=0']", "7", "__main__"]
     assert _run("", "-m", "zeroshard.deepspeed", str(script), "--local_rank=0") == expected
-    assert _run("", "-m", "zeroshard.deepspeed", "-m", "train", "--local_rank=0", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}") == expected
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    assert _run("", "-m", "zeroshard.deepspeed", "-m", "train", "--local_rank=0", PYTHONPATH=path) == expected
 
 
 def test_the_folder_is_complete():
