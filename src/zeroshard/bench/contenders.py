@@ -141,7 +141,11 @@ def _fill(model: nn.Module) -> None:
 
 
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
-    import deepspeed
+    """The real one, or (kind "engine") the same program by zeroshard's interface of that name."""
+    if contender.kind == "engine":
+        import zeroshard.deepspeed as deepspeed
+    else:
+        import deepspeed
 
     settings = _deepspeed_settings(contender, workload)
     sharded_at_birth = deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext()
@@ -158,7 +162,8 @@ def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
 
     if contender.offload:
         settings["optimizer, as made"] = type(engine.optimizer.optimizer).__name__
-    return Trainer(step, settings=settings, keeper=functools.partial(checkpoint_contenders.deepspeed_keeper, engine))
+    keeper = None if contender.kind == "engine" else functools.partial(checkpoint_contenders.deepspeed_keeper, engine)
+    return Trainer(step, settings=settings, keeper=keeper)
 
 
 def _deepspeed_settings(contender: Contender, workload: Workload) -> dict[str, object]:
@@ -232,5 +237,6 @@ BUILDERS: dict[str, Callable[[Contender, Workload], Trainer]] = {  # each sets a
     "ddp+zero": _build_ddp,
     "fsdp2": _build_fsdp2,
     "ds": _build_deepspeed,
+    "engine": _build_deepspeed,
     "zs": _build_zeroshard,
 }

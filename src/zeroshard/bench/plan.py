@@ -13,7 +13,7 @@ PRECISIONS = ("fp32", "bf16")
 
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
-    "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed",
+    "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
 }  # fmt: skip
 
 OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
@@ -70,6 +70,7 @@ class Contender:
 # DeepSpeed has no bf16 row, since the goals name none.
 CONTENDERS = (
     *(Contender("zs", stage) for stage in range(4)),
+    Contender("engine", 3),
     *(Contender("ddp"), Contender("fsdp2")),
     *(Contender("ds", stage) for stage in (3, 2, 1)),
     *(Contender("ddp+zero"), Contender("local")),

@@ -55,6 +55,8 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("stage 3 / DDP, step time", 1.00, time_ratio, "zs3", "ddp"),
         ("stage 3 / FSDP2, step time", 0.70, time_ratio, "zs3", "fsdp2"),
         ("stage 3 / DeepSpeed 3, step time", 0.45, time_ratio, "zs3", "ds3"),
+        ("stage 3 by zeroshard.deepspeed / by zs.shard, step time", 1.05, time_ratio, "engine3", "zs3"),
+        ("stage 3 by zeroshard.deepspeed / DeepSpeed 3, step time", 0.50, time_ratio, "engine3", "ds3"),
         ("stage 3 bf16 / FSDP2 bf16, step time", 0.75, time_ratio, "zs3-bf16", "fsdp2-bf16"),
         ("stage 3 / FSDP2, peak resident memory", 0.80, memory_ratio, "zs3", "fsdp2"),
         ("stage 3 / DeepSpeed 3, peak resident memory", 1.00, memory_ratio, "zs3", "ds3"),
