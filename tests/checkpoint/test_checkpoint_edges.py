@@ -27,7 +27,7 @@ from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import manifest as listing
 from zeroshard.checkpoint.heartbeat import together
 from zeroshard.checkpoint.manifest import Manifest
-from zeroshard.comm import shared_memory
+from zeroshard.comm import hub, shared_memory
 from zeroshard.comm.backend_select import current
 from zeroshard.io import async_file
 from zeroshard.testing import run_threads
@@ -52,7 +52,7 @@ STALL_S, SLOW_S = 0.5, 1.3
 @pytest.fixture
 def impatient(monkeypatch):
     """Ranks that hear nothing from a peer give up after STALL_S."""
-    monkeypatch.setattr(shared_memory, "_CIRCLE_AFTER_S", STALL_S / 2)
+    monkeypatch.setattr(hub, "CIRCLE_AFTER_S", STALL_S / 2)
     plain = shared_memory.SharedComm.__init__
     monkeypatch.setattr(shared_memory.SharedComm, "__init__", lambda self, *args, **options: plain(self, *args[:2], STALL_S))
 

@@ -452,7 +452,7 @@ def test_a_rank_that_goes_on_to_another_call_is_told_to_all(stage: int) -> None:
 
 
 def test_a_rank_that_does_something_else_is_told_in_the_report_of_the_stall(monkeypatch) -> None:
-    monkeypatch.setattr("zeroshard.comm.shared_memory._CIRCLE_AFTER_S", 1.0)  # how long a rank waits before it asks who is busy
+    monkeypatch.setattr("zeroshard.comm.hub.CIRCLE_AFTER_S", 1.0)  # how long a rank waits before it asks who is busy
 
     def after(model: nn.Module) -> None:
         time.sleep(4)

@@ -12,7 +12,7 @@ from helpers import OddGPT, adamw, differences, seeded, token_batches
 from torch import Tensor, nn
 
 import zeroshard as zs
-from zeroshard.comm.process_group import DistComm, _Sum, backend_for, talking_device
+from zeroshard.comm.process_group import DistComm, _Collected, backend_for, talking_device
 from zeroshard.comm.streams import RecordingStreams
 from zeroshard.optim.state_loading import SavedState, scalars_for
 from zeroshard.zero import flat_buffer
@@ -57,7 +57,7 @@ def test_a_reduction_lets_go_of_what_it_received(in_order, group):
     seen = []
 
     def look() -> None:
-        sums = [each for each in gc.get_objects() if type(each) is _Sum]
+        sums = [each for each in gc.get_objects() if type(each) is _Collected]
         seen.append([each for each in sums if each.compute is not None or each.works])
 
     gc.collect()

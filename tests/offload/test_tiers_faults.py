@@ -24,7 +24,7 @@ from offloading import TINY, offload, tiers
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.comm import shared_memory
+from zeroshard.comm import hub
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport, ThreadTransport, ThreadWorld
@@ -398,7 +398,7 @@ def on_second_engine() -> Callable:
 @pytest.mark.parametrize("parameter", ["cpu", "nvme"])
 def test_ranks_that_use_different_units_are_told_so(parameter, tmp_path, strict_device, monkeypatch):
     """Shards that must be fetched are gathered by all ranks together: a limit that is named, not a hang."""
-    monkeypatch.setattr(shared_memory, "_CIRCLE_AFTER_S", 0.3)
+    monkeypatch.setattr(hub, "CIRCLE_AFTER_S", 0.3)
 
     def rank_run(rank: int) -> Exception | None:
         strict_device(rank, parameter == "cpu")

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import torch
 
-from zeroshard.comm.base import Comm, Region, Work, sum_in_rank_order
+from zeroshard.comm.base import Comm, Region, Work
 
 PATIENCE_S = 10
 
@@ -45,7 +45,7 @@ class Delivery(Work):
         if self.finish is not None:
             assert self.before is None or torch.equal(self.source, self.before), "a source was overwritten too early"
             finish, self.finish = self.finish, None
-            self.square_sum = finish()
+            self.take(finish())
 
     def drain(self) -> None:
         if self.streamed:
@@ -67,6 +67,22 @@ class PrivateComm(Comm):
         self.device = torch.device("cpu")
         self.waits_on_host = not ordered
         self._turn: dict[object, int] = defaultdict(int)
+        self._ranks = list(range(world_size))
+        self.node_size = world_size
+
+    @property
+    def ranks(self) -> list[int]:
+        return self._ranks
+
+    @property
+    def nodes(self) -> list[int]:
+        return [rank // self.node_size for rank in self._ranks]
+
+    def subgroup(self, parts) -> "PrivateComm":
+        mine = list(next(part for part in parts if self.rank in part))
+        group = PrivateComm(self.office, mine.index(self.rank), len(mine), self.ordered)
+        group._ranks, group.node_size = [self._ranks[rank] for rank in mine], self.node_size
+        return group
 
     def _number(self, kind: object) -> tuple:
         """Which collective this is: the n-th of its kind or (ordered) the n-th of all."""
@@ -77,16 +93,19 @@ class PrivateComm(Comm):
     def _send(self, number: tuple, label: str, parts: list) -> None:
         for peer in range(self.world_size):
             if peer != self.rank:
-                self.office.post((number, self.rank, peer), (label, parts[peer]))
+                self.office.post(self._address(number, self.rank, peer), (label, parts[peer]))
 
     def _arrived(self, number: tuple) -> bool:
         peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return all((number, peer, self.rank) in self.office.letters for peer in peers)
+        return all(self._address(number, peer, self.rank) in self.office.letters for peer in peers)
+
+    def _address(self, number: tuple, sender: int, receiver: int) -> tuple:
+        return tuple(self._ranks), number, sender, receiver
 
     def _receive(self, number: tuple, label: str, mine: object) -> list:
         parts = []
         for peer in range(self.world_size):
-            name, part = (label, mine) if peer == self.rank else self.office.collect((number, peer, self.rank))
+            name, part = (label, mine) if peer == self.rank else self.office.collect(self._address(number, peer, self.rank))
             assert name == label, f"collective {number}: {label} on rank {self.rank}, {name} on rank {peer}"
             parts.append(part)
         return parts
@@ -103,18 +122,19 @@ class PrivateComm(Comm):
             for row, part in zip(rows, self._receive(number, label, mine.clone()), strict=True):
                 row.copy_(part)
 
-        return Delivery(mine, finish, lambda: self._arrived(number), self.ordered)
+        work = Delivery(mine, finish, lambda: self._arrived(number), self.ordered)
+        work.sent = self.sent(mine.nbytes)
+        return work
 
-    def reduce(self, source: Region, out: torch.Tensor, *, scale, accumulate, tag, label) -> Work:
+    def collect(self, source: Region, combine, *, tag, label) -> Work:
         rows, number = source.tensor.view(self.world_size, -1), self._number(("reduce", tag))
         self._send(number, label, [row.clone() for row in rows])
         own = rows[self.rank].clone()
-
-        def finish() -> float | None:
-            parts = self._receive(number, label, own)
-            return sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-
-        return Delivery(source.tensor, finish, lambda: self._arrived(number), self.ordered)
+        work = Delivery(
+            source.tensor, lambda: combine(self._receive(number, label, own)), lambda: self._arrived(number), self.ordered
+        )
+        work.sent = self.sent(own.nbytes)
+        return work
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         self._turn["exchange"] += 1

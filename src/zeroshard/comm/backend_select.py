@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, did_you_mean
-from ..utils.host import host_identity
+from ..utils.host import host_identity, node_identity
 from .base import Comm
 from .failure import failure_of, last_words, note_exits
 from .process_group import DistComm, backend_for
@@ -162,7 +162,7 @@ def _place() -> tuple | None:
     if not hasattr(os, "memfd_create") or not all(host):
         return None
     try:
-        return *host, os.readlink("/proc/self/ns/pid"), os.getuid()
+        return *node_identity(), os.readlink("/proc/self/ns/pid"), os.getuid()
     except OSError:
         return None
 

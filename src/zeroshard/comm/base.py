@@ -5,6 +5,7 @@ Words: a *region* is a flat tensor with a memory of its own; where ranks share a
 A *fence* separates the times at which shards are written from those at which peers read them.
 
     gather   shards of every rank -> one whole tensor             (sharded -> replicated)
+    collect  my slice of every rank's whole tensor, in rank order (all-to-all: what a reduction begins with)
     reduce   whole tensors of every rank -> the sum of my shard   (partial -> sharded)
     exchange a few bytes of every rank -> every rank, on the host (control: norms, flags, fingerprints)
 
@@ -14,9 +15,11 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +49,33 @@ class Region:
     siblings: Callable[[int], Region] | None = None  # the others: peers may be using another one of them
 
 
+class Sent(NamedTuple):
+    """Bytes that a rank sends, to ranks of its own node and to those of others."""
+
+    inside: int = 0
+    between: int = 0
+
+
+Outcome = tuple[float | None, tuple[int, ...]]  # of a reduction: `square_sum` and `culprits` of its work
+Combine = Callable[[list[Tensor]], Outcome | None]
+
+
 class Work:
     """Something under way. `wait` until its result may be read, `drain` until its source may be overwritten.
 
     square_sum: of a reduction's result, where it was found on the way (the chunks were in cache), else None.
-    culprits: ranks whose part was not finite, where square_sum is not and they were looked for.
+    culprits: numbers in the world of ranks whose part was not finite, where square_sum is not and they were looked for.
+    sent: bytes that this rank sends for it.
     """
 
     square_sum: float | None = None
     culprits: tuple[int, ...] = ()
+    sent: Sent = Sent()
+
+    def take(self, outcome: Outcome | None) -> None:
+        """What its end has brought."""
+        if outcome is not None:
+            self.square_sum, self.culprits = outcome
 
     def wait(self) -> None:
         """Return when the result is in place (GPU: when the current stream is ordered after it)."""
@@ -83,9 +104,12 @@ class Comm(ABC):
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
-    failure: Exception | None = None  # of one rank, that all ranks raise: see `abort`
-
     _serial = 0
+
+    @property
+    def failure(self) -> Exception | None:
+        """Of one rank, that all ranks raise: see `abort`."""
+        return None
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -96,6 +120,21 @@ class Comm(ABC):
     def ranks(self) -> list[int]:
         """The number in the world of each of its ranks: what errors and reports name."""
         return list(range(self.world_size))
+
+    @property
+    def nodes(self) -> list[int]:
+        """Of each of its ranks, on which node it is: links inside of a node are fast, those between are not."""
+        return [0] * self.world_size
+
+    def sent(self, nbytes: int) -> Sent:
+        """What this rank sends if each of its peers gets `nbytes`."""
+        nodes = self.nodes
+        near = nodes.count(nodes[self.rank])
+        return Sent((near - 1) * nbytes, (self.world_size - near) * nbytes)
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
+        """A Comm of some of its ranks: of the one of `parts`, disjoint lists of ranks, in which this rank is (collective)."""
+        raise NotImplementedError(f"{type(self).__name__} has no subgroups")
 
     def place(self, label: str) -> str:
         """A label with the step in which this rank is, for errors."""
@@ -131,10 +170,25 @@ class Comm(ABC):
         """
 
     @abstractmethod
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+        """Call combine(parts) once, when they are there: this rank's slice of each rank's `source`, in rank order.
+
+        source: (world_size * n,) on every rank; parts[r]: (n,), of rank r, to be read until `combine` returns. `wait` returns
+        after it, `drain` when all ranks have combined theirs.
+        """
+
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:
         """out (shard_numel,) = [out +] scale * sum over ranks of source's shard of this rank, in fp32."""
+
+        def combine(parts: list[Tensor]) -> Outcome:
+            total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
+            if total is None or math.isfinite(total):
+                return total, ()
+            return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
+
+        return self.collect(source, combine, tag=tag, label=label)
 
     @abstractmethod
     def exchange(self, payload: bytes, label: str) -> list[bytes]:

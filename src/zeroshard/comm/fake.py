@@ -11,24 +11,41 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .base import Comm, Region, Work
+from .base import Combine, Comm, Region, Work
 
 
 class FakeComm(Comm):
-    """Rank `rank` of `world_size` ranks; the others are imagined."""
+    """Rank `rank` of `world_size` ranks; the others are imagined. node_size: ranks a node; None: all are on one."""
 
     imagined = True
 
-    def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, rank: int, world_size: int, device: torch.device | str = "cpu", *, node_size: int | None = None) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device(device)
+        self._ranks = list(range(world_size))
+        self._node_size = node_size or world_size
+
+    @property
+    def ranks(self) -> list[int]:
+        return self._ranks
+
+    @property
+    def nodes(self) -> list[int]:
+        return [rank // self._node_size for rank in self._ranks]
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> FakeComm:
+        mine = next(part for part in parts if self.rank in part)
+        group = FakeComm(list(mine).index(self.rank), len(mine), self.device, node_size=self._node_size)
+        group._ranks = [self._ranks[rank] for rank in mine]
+        return group
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
-        return Work()
-
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
         work = Work()
+        work.sent = self.sent(full.nbytes // self.world_size)
+        return work
+
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
+        work = Work()
+        work.sent = self.sent(source.tensor.nbytes // self.world_size)
         work.square_sum = 1.0  # see `square_sums`
         return work
 

@@ -9,11 +9,11 @@ Control messages (`exchange`) go through a gloo group on the host, so they never
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
-import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
 from ..utils import torch_compat
-from .base import Comm, Region, Work, misuse, nonfinite_ranks, operation, sum_in_rank_order
+from .base import Combine, Comm, Outcome, Region, Work, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
 from .status_server import Desk, ProcessDesk
@@ -48,28 +48,29 @@ class _DistWork(Work):
         return not self.works
 
 
-class _Sum(_DistWork):
-    """c10d works that bring every rank's slice, then the sum of the slices.
+class _Collected(_DistWork):
+    """c10d works that bring every rank's slice, then what is made of the slices.
 
     `compute` holds what was received, as large as the whole buffer, and is let go with it: a work is kept until its source
     is used again, and is a part of a cycle besides.
     """
 
-    def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], float | None]) -> None:
+    def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], Outcome | None]) -> None:
         super().__init__(comm, works, label)
-        self.compute: Callable[[], float | None] | None = compute
+        self.compute: Callable[[], Outcome | None] | None = compute
         self.ticket: Any = None
         self.transfer: Future | None = None
         if comm.ordered:  # these wait on streams, not on the host: the sum can be put in line at once
-            self.square_sum, self.ticket = comm.streams.run_beside(self._transfer_and_sum)
+            outcome, self.ticket = comm.streams.run_beside(self._transfer_and_combine)
+            self.take(outcome)
         else:  # gloo's works can not be asked whether they are done: a thread waits for them
             self.transfer = comm.waiter.submit(_wait_all, works)
 
-    def _transfer_and_sum(self) -> float | None:
+    def _transfer_and_combine(self) -> Outcome | None:
         super().wait()
-        return self._sum()
+        return self._combine()
 
-    def _sum(self) -> float | None:
+    def _combine(self) -> Outcome | None:
         compute, self.compute = self.compute, None
         assert compute is not None
         return compute()
@@ -80,7 +81,7 @@ class _Sum(_DistWork):
             with self.comm.explained(self.label):
                 transfer.result()
             self.works = []
-            self.square_sum = self._sum()
+            self.take(self._combine())
         if self.ticket is not None:
             self.comm.streams.join(self.ticket)
             self.ticket = None
@@ -112,13 +113,14 @@ class _Explained:
             self.comm.progress.awake()
         if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
             return
-        failure = judge(self.comm, self.label, error)
+        failure = judge(self.comm.root, self.label, error)
         if failure is not None:
             self.comm.fail(failure)
             raise self._known(failure) from None  # c10d's words are those of any broken connection
 
     def _known(self, failure: Failure) -> Exception:
-        self.comm.failure = self.comm.failure or failure.error
+        desk = self.comm.desk
+        desk.failure = desk.failure or failure.error
         return failure.raised(self.comm.place(self.label))
 
 
@@ -161,18 +163,41 @@ class DistComm(Comm):
         self.waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroshard-gloo")
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
-        timeout = datetime.timedelta(seconds=stall_timeout_s)
+        self._parent: DistComm | None = None  # of a subgroup
+        self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # a group of its own: its messages never mix with those of the user's collectives
         local = group is not None  # a subgroup: ranks outside of it are not here to take part
-        make = functools.partial(dist.new_group, self._ranks, timeout, "gloo", use_local_synchronization=local)
+        make = functools.partial(dist.new_group, self._ranks, self._timeout, "gloo", use_local_synchronization=local)
         self._control = make()
         self._data = make() if self.backend == "gloo" else group
         if self.world_size > 1:
             self.desk = ProcessDesk.among(self, on_this_host=False)
+        self._nodes = self.desk.nodes() or [0] * self.world_size
 
     @property
     def ranks(self) -> list[int]:
         return self._ranks
+
+    @property
+    def root(self) -> DistComm:
+        """The comm of all ranks, of which this may be a subgroup."""
+        return self._parent or self
+
+    @property
+    def nodes(self) -> list[int]:
+        return self._nodes
+
+    def subgroup(self, parts: Sequence[Sequence[int]]) -> DistComm:
+        mine = list(next(part for part in parts if self.rank in part))
+        group = copy.copy(self)  # with its desk, its notes (`progress`), its waiting thread
+        group.rank, group.world_size = mine.index(self.rank), len(mine)
+        group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
+        group._parent = self.root
+        make = functools.partial(dist.new_group, group._ranks, self._timeout, use_local_synchronization=True)
+        group._control = make(backend="gloo")
+        if self.backend != "gloo":  # over gloo each pair of ranks is told apart by what it sends
+            group._data = make(backend=self.backend)
+        return group
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         mine = source.shards[self.rank]
@@ -180,19 +205,20 @@ class DistComm(Comm):
         self.progress.note_gather(label)
         with self.explained(label):
             if self.ordered:
-                return _DistWork(self, [torch_compat.all_gather_single(full, mine, group=self._data, async_op=True)], label)
-            rows = full.view(self.world_size, -1)
-            # even: gathers. By region, so that ranks in different units never mix them up
-            number = 2 * (source.number if tag is None else tag)
-            works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
-            works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
-        if rows[self.rank].data_ptr() != mine.data_ptr():
-            rows[self.rank].copy_(mine)
-        return _DistWork(self, works, label)
+                works = [torch_compat.all_gather_single(full, mine, group=self._data, async_op=True)]
+            else:
+                rows = full.view(self.world_size, -1)
+                # even: gathers. By region, so that ranks in different units never mix them up
+                number = 2 * (source.number if tag is None else tag)
+                works = [dist.irecv(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
+                works += [dist.isend(mine, self._ranks[p], self._data, tag=number) for p in self._peers()]
+                if rows[self.rank].data_ptr() != mine.data_ptr():
+                    rows[self.rank].copy_(mine)
+        work = _DistWork(self, works, label)
+        work.sent = self.sent(mine.nbytes)
+        return work
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
         rows = source.tensor.view(self.world_size, -1)
         received = torch.empty_like(source.tensor).view(self.world_size, -1)
         self.progress.note(label)
@@ -206,14 +232,8 @@ class DistComm(Comm):
                 works = [dist.irecv(received[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 works += [dist.isend(rows[p], self._ranks[p], self._data, tag=number) for p in self._peers()]
                 parts = [rows[p] if p == self.rank else received[p] for p in range(self.world_size)]
-
-        def compute() -> float | None:
-            total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            if total is not None and not math.isfinite(total):
-                work.culprits = nonfinite_ranks(parts, out)
-            return total
-
-        work = _Sum(self, works, label, compute)
+        work = _Collected(self, works, label, lambda: combine(parts))
+        work.sent = self.sent(rows[self.rank].nbytes)
         return work
 
     def _peers(self) -> list[int]:
@@ -237,7 +257,7 @@ class DistComm(Comm):
             labels.append(frame[8 : 8 + name_len].decode())
             results.append(frame[8 + name_len : 8 + name_len + length])
         if len(set(map(operation, labels))) > 1:
-            places = "; ".join(f"rank {rank}: {at}" for rank, at in enumerate(labels))
+            places = "; ".join(f"rank {self._ranks[rank]}: {at}" for rank, at in enumerate(labels))
             hint = misuse(dict(enumerate(labels)), self.world_size)
             raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
         return results
@@ -258,11 +278,15 @@ class DistComm(Comm):
         """Context in which errors of c10d are translated."""
         return _Explained(self, label)
 
+    @property
+    def failure(self) -> Exception | None:
+        return self.desk.failure
+
     def fail(self, failure: Failure) -> None:
-        self.failure = self.failure or failure.error
+        self.desk.failure = self.desk.failure or failure.error
         if self.desk.told is None:  # else all know the first reason, the cause of later ones
             self.desk.told = failure
-            self.desk.tell(self._peers(), failure)
+            self.desk.tell(self.root._peers(), failure)
 
     def close(self) -> None:
         self.desk.close()

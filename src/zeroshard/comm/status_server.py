@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import MalformedMessage
-from ..utils.host import host_identity, ranks_here
+from ..utils.host import host_identity, node_identity, ranks_here
 from .codec import decode, encode, exchange_values
 from .failure import GONE, Failure, how_it_ended
 from .flight_recorder import Progress, Report, as_plain, from_plain
@@ -50,6 +50,7 @@ class Desk:
     """Of a rank that is alone, or has not met its peers: nobody can be asked. told: what a peer has said of its end."""
 
     told: Failure | None = None
+    failure: Exception | None = None  # that all ranks raise
 
     def ask(self, peers: Collection[int]) -> Answers:
         """What peers do now, by their own account; of some nothing may be known."""
@@ -61,6 +62,10 @@ class Desk:
     def how_it_ended(self, peer: int) -> str:
         """In words, of a peer that is gone."""
         return GONE
+
+    def nodes(self) -> list[int]:
+        """Of each rank, the number of its node; empty where that is not known."""
+        return []
 
     def close(self) -> None:
         """Nobody can ask any more."""
@@ -93,7 +98,7 @@ class ProcessDesk(Desk):
         self._listener = socket.create_server((address, 0), family=family)
         self._secret = secrets.token_bytes(32)
         self._places: list[tuple] = []
-        self.place = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity())
+        self.place = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity(), node_identity())
         # weakly: a group that is dropped ends its thread
         serve = threading.Thread(
             target=_serve, args=(self._listener, self._secret, progress, weakref.WeakMethod(self._hear)),
@@ -119,6 +124,11 @@ class ProcessDesk(Desk):
     def how_it_ended(self, peer: int) -> str:
         pid, host = self._places[peer][3:5]
         return how_it_ended(pid) if host == self.place[4] else GONE
+
+    def nodes(self) -> list[int]:
+        found = [place[5] for place in self._places]
+        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
+        return [numbers[identity] for identity in found]
 
     def close(self) -> None:
         self._end()

@@ -31,3 +31,11 @@ def host_identity() -> tuple[str, str]:
         return socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return socket.gethostname(), ""
+
+
+def node_identity() -> tuple[str, ...]:
+    """As `host_identity`, for processes that reach each other's abstract sockets as well: of one network namespace."""
+    try:
+        return (*host_identity(), os.readlink("/proc/self/ns/net"))
+    except OSError:
+        return host_identity()

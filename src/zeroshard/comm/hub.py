@@ -1,0 +1,242 @@
+"""The hub: what ranks of one host tell each other, and how a wait for peers ends.
+
+Messages come through a `Transport`; all groups of ranks that share it (`SharedComm`, and its subgroups) have one hub, so
+that whoever waits serves the others as well.
+
+A wait never hangs: it ends when a peer fails (its traceback is raised here), leaves, or stands in another collective; and
+when all ranks that are waited for wait themselves, the circle is reported by name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+from ..errors import LEFT, StallError
+from .base import Work, misuse
+from .failure import GONE, Failure
+from .flight_recorder import Progress, describe, places_of
+from .status_server import Desk, ThreadDesk
+from .transport import ThreadTransport, Transport
+
+NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
+CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
+
+
+class Meeting(Work):
+    """Ranks read what the others have just written: it can when all sources are ready, and is drained when all have read."""
+
+    def __init__(self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]) -> None:
+        """compute: given the number of the region that each peer uses, when all are there."""
+        self.hub, self.key, self.peers, self.label, self.compute = hub, key, peers, label, compute
+        self.finished = False
+        self.over = False  # drained, and forgotten by the hub
+
+    def arrived(self) -> bool:
+        """True when all sources are ready."""
+        return len(self.hub.arrived[self.key]) == len(self.peers)
+
+    def wait(self) -> None:
+        if not self.finished:
+            self.hub.wait_for(lambda: self.finished, lambda: self._without(self.hub.arrived[self.key]), self.label)
+
+    def drained(self) -> bool:
+        return self.over or (self.finished and len(self.hub.read[self.key]) == len(self.peers))
+
+    def drain(self) -> None:
+        if self.over:
+            return
+        if not self.drained():
+            self.hub.wait_for(self.drained, lambda: self._without(self.hub.read[self.key]), self.label)
+        self.over = True
+        self.hub.forget(self.key)
+
+    def _without(self, present: Collection[int]) -> list[int]:
+        return [peer for peer in self.peers if peer not in present]
+
+
+class Hub:
+    """Of one rank: messages, notes of who waits for whom, and meetings under way. Peers go by their place in the transport."""
+
+    def __init__(self, transport: Transport, progress: Progress, ranks: list[int], stall_timeout_s: float) -> None:
+        """ranks: the number of each peer in the world, for errors."""
+        self.transport, self.progress, self.ranks, self.stall_timeout_s = transport, progress, ranks, stall_timeout_s
+        self.rank = transport.rank
+        self.others = [peer for peer in range(transport.world_size) if peer != self.rank]
+        self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
+        self.read: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
+        self.payloads: dict[int, deque] = {peer: deque() for peer in range(transport.world_size)}
+        self.writing = True  # shards may be written: peers read after the next fence
+        self.failed: Failure | None = None  # the first of which this rank heard
+        self.failure: Exception | None = None
+        self._open: dict[Hashable, Meeting] = {}  # that this rank has joined, and not read
+        self._turn: dict[Hashable, int] = defaultdict(int)  # how often a tag was used
+        self._lost: dict[int, str] = {}
+        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
+        self._closed = False
+        threads = isinstance(transport, ThreadTransport)
+        self.desk: Desk = ThreadDesk(transport.world.boards, progress) if threads else Desk()  # processes: see `backend_select`
+
+    def meet(self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]) -> Meeting:
+        """Tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
+        key = (*tag, self._turn[tag])
+        self._turn[tag] += 1
+        work = Meeting(self, key, peers, label, compute)
+        self._open[key] = work
+        self.arrived[key][self.rank] = number
+        self.tell(("ready", key, number), peers)
+        self.poll()
+        return work
+
+    def exchange(self, payload: object, peers: Collection[int], label: str) -> dict[int, tuple[str, Any]]:
+        """peer -> its label and payload, for each of `peers` (this rank among them). Blocks; also a barrier."""
+        self.progress.note(label)
+        self.tell(("exchange", label, payload), peers)
+        others = [peer for peer in peers if peer != self.rank]
+        self.wait_for(
+            lambda: all(self.payloads[peer] for peer in others),
+            lambda: [peer for peer in others if not self.payloads[peer]],
+            label,
+        )
+        return {peer: (label, payload) if peer == self.rank else self.payloads[peer].popleft() for peer in peers}
+
+    def send_all(self, label: str) -> None:
+        """Return when nothing is left to send: no peer ends an exchange before it has read its part."""
+        if self.transport.unsent():
+            self.wait_for(lambda: not self.transport.unsent(), lambda: list(self.transport.unsent()), label)
+
+    def tell(self, message: tuple, peers: Collection[int] | None = None) -> None:
+        """Send to some peers, or to all."""
+        if peers is None or len(peers) > len(self.others):
+            self.transport.tell(message)
+        else:
+            for peer in peers:
+                if peer != self.rank:
+                    self.transport.send(peer, message)
+
+    def forget(self, key: Hashable) -> None:
+        """A finished meeting's bookkeeping may go."""
+        self.arrived.pop(key, None)
+        self.read.pop(key, None)
+
+    # -- progress and liveness -------------------------------------------------------------------------------
+
+    def announce(self, waiting_for: str | None) -> None:
+        """See Comm."""
+        self.tell(("awake",) if waiting_for is None else ("waiting", waiting_for, self.others))
+
+    def peers_wait(self) -> bool:
+        """See Comm."""
+        self.check_peers(self.others, "a staging buffer")
+        return bool(self._notes)
+
+    def poll(self) -> None:
+        """Take what has come, and read what is ready."""
+        while (item := self.transport.receive(0)) is not None:
+            self._take(*item)
+        self._read_ready()
+
+    def _read_ready(self) -> None:
+        for key in [key for key, work in self._open.items() if work.arrived()]:
+            work = self._open.pop(key)
+            work.take(work.compute(self.arrived[key]))
+            work.finished = True
+            self.read[key].add(self.rank)
+            self.tell(("read", key), work.peers)
+
+    def _take(self, peer: int, message: tuple) -> None:
+        kind = message[0]
+        if kind == "waiting":
+            self._notes[peer] = (time.monotonic(), message[1], message[2])
+            return
+        if kind == "awake":  # nothing else ends a wait: a waiting rank goes on reading and telling so
+            self._notes.pop(peer, None)
+        elif kind == "ready":
+            self.arrived[message[1]][peer] = message[2]
+        elif kind == "read":
+            self.read[message[1]].add(peer)
+        elif kind == "exchange":
+            self.payloads[peer].append(message[1:])
+        elif kind == "failed":
+            self.failed = self.failed or Failure(*message[1:])
+            self.failure = self.failure or self.failed.error
+        elif kind == "lost":
+            self._lost.setdefault(peer, message[1])  # the first says more than that its socket is closed
+
+    def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
+        """Receive until `done`; raise when a rank in `missing` can not come any more."""
+        begin, noted = time.monotonic(), False
+        self.progress.wait(label, missing)
+        self._read_ready()
+        while not done():
+            item = self.transport.receive(0.2 if noted else NOTE_AFTER_S)
+            if item is not None:
+                self._take(*item)
+                self._read_ready()
+                continue
+            waited = time.monotonic() - begin
+            self.check_peers(missing(), label)
+            if waited >= NOTE_AFTER_S and not noted:
+                self.tell(("waiting", label, missing()))
+                noted = True
+            if waited > CIRCLE_AFTER_S:
+                self._check_circle(missing(), label, waited)
+        self.progress.awake()
+        if noted:
+            self.tell(("awake",))
+
+    def place(self, label: str) -> str:
+        """A label with the step in which this rank is, for errors."""
+        return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
+
+    def check_peers(self, missing: list[int], label: str) -> None:
+        """Raise where a rank has failed, or one that is waited for is gone."""
+        if self.failed is None and any(peer in self._lost for peer in missing):
+            first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others may have gone with it
+            peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
+            self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
+        if self.failed is not None:
+            raise self.failed.raised(self.place(label))
+
+    def _check_circle(self, missing: list[int], label: str, waited: float) -> None:
+        """Raise if every rank that this one needs, directly or not, is itself waiting (or busy for too long)."""
+        now, seen, queue = time.monotonic(), {self.rank}, list(missing)
+        while queue:
+            peer = queue.pop()
+            if peer in seen:
+                continue
+            seen.add(peer)
+            note = self._notes.get(peer)
+            if note is None or now - note[0] < CIRCLE_AFTER_S / 2:
+                if waited < self.stall_timeout_s:
+                    return
+                break  # busy beyond the timeout: report as well
+            queue += note[2]
+        reports = self.desk.ask(self.others) | {self.rank: self.progress.report()}
+        self.poll()
+        if self.failed is not None:  # a peer has found the same, and gone
+            raise self.failed.raised(self.place(label))
+        places = places_of(reports) | {peer: note[1] for peer, note in self._notes.items()} | {self.rank: label}
+        hint = f"Did all ranks run the same modules and calls?{misuse(places, self.transport.world_size)}"
+        text = describe(waited, {self.ranks[peer]: report for peer, report in reports.items()}, hint)
+        error = StallError(text)
+        self.fail(Failure(self.ranks[self.rank], text, error))
+        raise error
+
+    def fail(self, failure: Failure) -> None:
+        """See Comm."""
+        if not self._closed:
+            self.tell(("failed", failure.rank, failure.reason, failure.error))
+        if failure.error is not None or failure.rank != self.ranks[self.rank]:
+            self.failed = self.failed or failure  # all raise the same: this rank must not wait for peers that do
+            self.failure = self.failure or failure.error
+
+    def close(self) -> None:
+        """Take leave of all peers."""
+        if not self._closed:
+            self._closed = True
+            self.desk.close()
+            self.tell(("lost", LEFT))  # only who is still waited for minds
+            self.transport.close()
