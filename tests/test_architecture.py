@@ -19,11 +19,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
     ("errors", "version", "utils"),
-    ("config",),
+    ("config", "compression"),
     ("tensor",),  # the flat layout, the sharded tensor, tiles, chunks
     ("comm", "memory.ledger"),  # the interface and its backends
     ("io",),  # the asynchronous file engine
     ("memory", "testing"),
+    ("mesh",),  # Comms made of Comms: groups, nodes, what travels packed
     ("offload",),  # where states rest: device, host, disk
     ("zero",),  # units, gather and reduce, hooks, runtime
     ("optim", "activation_checkpointing"),

@@ -23,6 +23,7 @@ from .config import Config, Tier
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
+from .mesh import topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_parameters, check_steps_itself
@@ -45,6 +46,7 @@ def shard(
     *,
     config: Config | None = None,
     comm: backend_select.Choice | None = None,
+    mesh: Any = None,
     weights: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -56,6 +58,8 @@ def shard(
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
+        mesh: a DeviceMesh in place of `comm`, of 1 axis, or of 2: states are sharded over the inner axis and alike along the outer one
+            (HSDP); see shard_size and replicate_optimizer of Config.
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
 
     Raises:
@@ -68,7 +72,7 @@ def shard(
     """
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
-            return shard(model, optimizer, config=config, comm=comm, weights=weights, **options)
+            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, **options)
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     specs = collect(model, config)
@@ -79,7 +83,9 @@ def shard(
         check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
+    comm, parts = backend_select.of_mesh(mesh, comm)
     group = backend_select.current(comm, device, config.stall_timeout_s)
+    topology.check(config, group, parts)
     check_same_model(group, model, specs, config, optimizer)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
@@ -87,7 +93,7 @@ def shard(
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    runtime = _build(model, optimizer, config, group, specs)
+    runtime = _build(model, optimizer, config, group, specs, parts)
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]
@@ -153,15 +159,19 @@ def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters
 
 
 def _build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec]
-) -> Runtime:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec],
+    parts: list[list[int]] | None,
+) -> Runtime:  # fmt: skip
     if config.offload_param.tier is Tier.DISK:
         return_freed_memory()
     elif config.keep_host_memory and comm.device.type == "cpu":
         keep_freed_memory()
     ledger = Ledger()
     tiers = open_tiers(config, comm, ledger, specs, optimizer)
-    builder = Builder(config, comm, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
+    runtime: Runtime | None = None
+    warm = lambda steps: steps == 0 or (runtime is not None and runtime.progress.steps >= steps)  # noqa: E731
+    comms = topology.open_topology(config, comm, ledger, warm, parts)
+    builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # fresh memory, also where other models are at rest: peers wait for our values
     try:
         units = builder.build(partition(model, config, specs))
@@ -170,7 +180,7 @@ def _build(
         tiers.close()
         tiers.fail(error)
     assert builder.pool is not None
-    runtime = Runtime(model, config, comm, units, ledger, builder.pool, tiers)
+    runtime = Runtime(model, config, comms, units, ledger, builder.pool, tiers)
     object.__setattr__(model, "_zeroshard", runtime)
     if optimizer is not None:
         for group in optimizer.param_groups:
@@ -241,11 +251,12 @@ def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
         runtime.optimizer.core.refresh_masters(group)
     flat = torch.empty(0)
     if group.master is not None and not group.masters.whole:
-        source = runtime.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
+        source = group.comm.allocate(group.layout.shard_numel, group.master.dtype, whole=False)
         source.tensor.copy_(group.master.load(0, group.master.numel))
         runtime.comm.exchange(b"", "masters in place")
         flat = torch.empty(group.layout.numel, dtype=group.master.dtype, device=runtime.comm.device)
-        runtime.comm.gather(flat, source, "gather masters").wait()
+        group.comm.reserve(source.number, group.layout.shard_numel, group.master.dtype)
+        group.comm.gather(flat, source, "gather masters").wait()
         runtime.comm.exchange(b"", "masters gathered")
     elif group.master is not None:
         flat = group.master.load(0, group.master.numel)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .compression import CODECS, Compression
 from .errors import ConfigError, did_you_mean
 
 
@@ -237,6 +238,8 @@ _CONFIG_KINDS = {
     "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), _Kind("a number above 0", _is_scale)),
     **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis", "max_skipped_steps"), _POSITIVE),
+    **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), _POSITIVE),
+    **dict.fromkeys(("hierarchical", "replicate_optimizer"), _BOOL),
     "offload_path": _FOLDER,
 }  # fmt: skip
 
@@ -299,6 +302,18 @@ class Config:
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
                       gathered in between; 0: none.
     prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
+    shard_size, mics_shard_size: states are sharded over groups of so many ranks (the first so many, and so on), and are alike in
+                      all groups: MiCS (arXiv 2205.00119, section 3.2), HSDP. Gathers stay inside of a group.
+    replicate_optimizer: with groups, or a mesh: each group holds all optimizer states; False: they, and gradients, are sharded over
+                      all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
+    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, made by the forward's
+                      gathers, from which later ones are served: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+    zero_quantized_weights: parameters travel packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
+                      zs.Compression.
+    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3); in two hops where ranks are in nodes. As above, and
+                      "top_k", "low_rank" (arXiv 1905.13727).
+    hierarchical:     gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found (several
+                      hosts of equally many ranks).
     stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing. Above 0, at most 2,000,000.
 
     What bounds a number of elements or bytes may be inf: no bound.
@@ -334,6 +349,13 @@ class Config:
     delayed_update: int | None = None
     max_live_parameters: int = 0
     prefetch_bucket_size: int | None = None
+    shard_size: int | None = None
+    mics_shard_size: int | None = None
+    replicate_optimizer: bool = True
+    zero_hpz_partition_size: int = 1
+    zero_quantized_weights: Compression | str | bool | Mapping | None = None
+    zero_quantized_gradients: Compression | str | bool | Mapping | None = None
+    hierarchical: bool | None = None
     stall_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -352,6 +374,7 @@ class Config:
         if self.max_grad_norm == 0:
             object.__setattr__(self, "max_grad_norm", None)
         self._normalise_offload()
+        self._normalise_communication()
 
     def _normalise_offload(self) -> None:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
@@ -376,6 +399,20 @@ class Config:
             raise ConfigError("delayed_update needs offload_optimizer='cpu' or 'nvme': it hides the host's update.")
         if self.delayed_update is not None and self.offload_param.tier is Tier.DISK:  # type: ignore[union-attr]
             raise ConfigError("delayed_update with offload_param='nvme' would write parameters twice: choose one of them.")
+
+    def _normalise_communication(self) -> None:
+        for name, codecs in (("zero_quantized_weights", CODECS), ("zero_quantized_gradients", (*CODECS, "top_k", "low_rank"))):
+            object.__setattr__(self, name, Compression.of(getattr(self, name), name, codecs))
+        if self.shard_size is not None and self.mics_shard_size not in (None, self.shard_size):
+            raise ConfigError(f"shard_size={self.shard_size} and mics_shard_size={self.mics_shard_size} mean the same: give one.")
+        object.__setattr__(self, "shard_size", self.shard_size or self.mics_shard_size)
+        object.__setattr__(self, "mics_shard_size", self.shard_size)
+        if self.zero_hpz_partition_size > 1 and self.row.parameter is not Placement.SHARDED:
+            raise ConfigError(f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}.")
+        if self.zero_hpz_partition_size > 1 and self.shard_size is not None:
+            raise ConfigError("zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one.")
+        if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
+            raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
 
     def _normalise_precision(self) -> None:
         given, name = self.precision, _precision_name(self.precision)

@@ -59,7 +59,6 @@ class Slices:
             return mine.clone()
         whole = torch.empty(self.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
         self.gathers += 1
-        self.ledger.sent(GATHERS, mine.nbytes * (self.world_size - 1), name)
         label = f"activation checkpoint {name}"
         if self.comm.shares_memory:
             pool = self._pool(mine.nbytes)
@@ -73,6 +72,7 @@ class Slices:
             work = self.comm.gather(whole, self.comm.private(mine, whole=False), label, tag=self._tag)
             work.wait()
             work.drain()
+        self.ledger.sent(GATHERS, work.sent, name)
         return whole
 
     def _pool(self, nbytes: int) -> StagingPool:

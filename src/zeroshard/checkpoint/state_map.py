@@ -113,15 +113,17 @@ def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, slice
     slices: of extras, by name.
     """
     contents, prefixes = Contents(), prefixes_of(runtime.model)
-    for group in runtime.groups:
+    first = runtime.shards.replica == 0  # what is alike in several groups of ranks is written by one of them
+    for group in runtime.groups if first else ():
         _add_values(contents, prefixes, group, frozen or group.trainable)
     if runtime.comm.rank == 0:
         _add_others(contents, runtime)
     if core is not None:
-        _add_states(contents, runtime, core)
+        if first:
+            _add_states(contents, runtime, core)
         if runtime.comm.rank == 0:
             contents.objects[GROUPS] = param_groups(runtime, core)
-    for extra, shards in (slices or {}).items():
+    for extra, shards in (slices or {}).items() if first else ():
         for group, rest in shards:
             _add_slices(contents, group, extra, rest)
     if runtime.comm.rank == 0:

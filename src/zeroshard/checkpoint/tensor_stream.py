@@ -147,8 +147,8 @@ class _Stream:
 
     def __init__(self, runtime: Runtime, source: Source, masters: bool, max_nbytes: int) -> None:
         self.runtime, self.source, self.masters, self.max_nbytes = runtime, source, masters, max_nbytes
-        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.comm.world_size + 2)))
-        self.gather = ChunkedGather(runtime.comm, runtime.ledger, nbytes)
+        nbytes = min(_CHUNK_NBYTES, max_nbytes // (_STAGING * (runtime.shards.world_size + 2)))
+        self.gather = ChunkedGather(runtime.shards, runtime.ledger, nbytes)
 
     def run(self, items: list[_Item]) -> Iterator[dict[str, Tensor]]:
         """A dictionary for each batch."""
@@ -205,7 +205,7 @@ class _Stream:
 
     def _range(self, group: ParamGroup, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Elements [start, stop) of the flat buffer of a group, in fresh memory."""
-        comm, layout, rest = self.runtime.comm, group.layout, self.source(group)
+        comm, layout, rest = self.runtime.shards, group.layout, self.source(group)
         if rest is group.values.rest and (group.values.mapped or not group.values.sharded):
             return group.values.full[start:stop].to(dtype, copy=True)
         if rest.numel == layout.numel and self.runtime.config.row.optimizer is Placement.REPLICATED:  # masters that are whole

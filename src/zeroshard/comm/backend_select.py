@@ -94,6 +94,28 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     return _by_group[key][1]
 
 
+def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[int]] | None]:
+    """What a mesh says: the group of its ranks, and where it has two axes, for each place on the outer one its ranks there.
+
+    Raises ConfigError for what is no DeviceMesh of 1 or 2 axes, and for a mesh beside a comm.
+    """
+    if mesh is None:
+        return comm, None
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
+        got = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone.")
+    if comm is not None:
+        raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
+    if mesh.ndim == 1:
+        return mesh, None
+    ranks = mesh.mesh.flatten().tolist()
+    group: Choice | None = None
+    if sorted(ranks) != list(range(dist.get_world_size())):
+        group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+    places = {rank: place for place, rank in enumerate(sorted(ranks))}
+    return group, [[places[rank] for rank in row] for row in mesh.mesh.tolist()]
+
+
 def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: str) -> Comm:
     """Of the ranks of a process group or mesh, each of which calls this."""
     if isinstance(group, DeviceMesh):

@@ -19,7 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,81 @@ class Work:
         return True
 
 
+class Hops(Work):
+    """A second collective that begins when a first is over.
+
+    Where the host waits for collectives, the second begins when this rank next waits for anything, or polls, and finds the first
+    over: `Pending` holds it until then. Else both are put in line on the side stream.
+    """
+
+    def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent) -> None:
+        """sent: of both."""
+        self.comm, self.first, self.second, self._go_on, self.sent = comm, first, Work(), go_on, sent
+        self._begun = self._over = False
+        self._ticket: Any = None
+        if comm.waits_on_host:
+            comm.pending.items.append(self)
+        else:
+            _, self._ticket = comm.streams.run_beside(self._finish)
+
+    def begin(self) -> None:
+        """Wait for the first, begin the second."""
+        if not self._begun:
+            self._begun = True
+            self.first.wait()
+            self.second = self._go_on()
+
+    def _finish(self) -> None:
+        self.begin()
+        self.second.wait()
+        self.take((self.second.square_sum, self.second.culprits))
+        self._over = True
+
+    def wait(self) -> None:
+        if self.comm.waits_on_host:
+            self.comm.pending.advance(wait=True)
+            if not self._over:
+                self._finish()
+        elif self._ticket is not None:
+            self.comm.streams.join(self._ticket)
+            self._ticket = None
+
+    def drain(self) -> None:
+        self.wait()
+        self.first.drain()
+        self.second.drain()
+
+    def drained(self) -> bool:
+        if not self.comm.waits_on_host:
+            return self._ticket is None
+        self.comm.pending.advance(wait=False)
+        return self._begun and self.first.drained() and self.second.drained()
+
+
+class Pending:
+    """Hops of which the second collective has not begun: whoever waits for peers begins them first, since peers may wait for those.
+
+    In the order in which they were started, the same on all ranks, so that no circle of waiting ranks can come about.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Hops] = []
+        self._busy = False
+
+    def advance(self, wait: bool) -> None:
+        """Begin the second collectives whose first are over; wait: of all."""
+        if self._busy or not self.items:
+            return
+        self._busy = True
+        try:
+            for hops in list(self.items):
+                if wait or hops.first.drained():
+                    self.items.remove(hops)
+                    hops.begin()
+        finally:
+            self._busy = False
+
+
 class Comm(ABC):
     """A group of ranks with asynchronous collectives on flat tensors.
 
@@ -101,6 +176,11 @@ class Comm(ABC):
     device: torch.device
     ordered: bool = False
     shares_memory: bool = False  # peers read regions: allocation is collective
+    copies: bool = False  # a gather of what rests is a copy by this rank alone: no peer has to take part
+    drains_all: bool = True  # a reduction that has drained has its result on every rank that may read it
+    replicas: int = 1  # groups of ranks that hold the same shards: reductions sum over all of them
+    replica: int = 0  # which of them this one is
+    local: Comm | None = None  # of the ranks of this host, if they have a better way among them
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
@@ -110,6 +190,11 @@ class Comm(ABC):
     def failure(self) -> Exception | None:
         """Of one rank, that all ranks raise: see `abort`."""
         return None
+
+    @functools.cached_property
+    def pending(self) -> Pending:
+        """Of all Comms that wait together: a group and its subgroups."""
+        return Pending()
 
     @functools.cached_property
     def progress(self) -> Progress:
@@ -139,6 +224,26 @@ class Comm(ABC):
     def place(self, label: str) -> str:
         """A label with the step in which this rank is, for errors."""
         return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        """What this rank sends in a "gather", a "gather again" (of shards not written since) or a "reduce" of shards of `numel` elements."""
+        return self.sent(numel * dtype.itemsize)
+
+    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
+        """Shards of so many elements are going to be gathered from region `number`; 0: from one without a number (collective)."""
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        """Tensors of `world_size` slices of so many elements are going to be reduced; called for each, before the first."""
+
+    def open(self) -> None:
+        """Make what was reserved (collective, before the first gather or reduction)."""
+
+    def outdate(self, number: int) -> None:
+        """The shards of region `number` are about to be written."""
+
+    def holds(self, number: int) -> bool:
+        """True where the next gather from region `number` is served from what an earlier one has left."""
+        return False
 
     def new_serial(self) -> int:
         """Numbers the models sharded over this group: the same on every rank."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 from ..errors import LEFT, StallError
-from .base import Work, misuse
+from .base import Pending, Work, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
 from .status_server import Desk, ThreadDesk
@@ -71,6 +71,7 @@ class Hub:
         self.writing = True  # shards may be written: peers read after the next fence
         self.failed: Failure | None = None  # the first of which this rank heard
         self.failure: Exception | None = None
+        self.pending = Pending()
         self._open: dict[Hashable, Meeting] = {}  # that this rank has joined, and not read
         self._turn: dict[Hashable, int] = defaultdict(int)  # how often a tag was used
         self._lost: dict[int, str] = {}
@@ -137,6 +138,7 @@ class Hub:
         while (item := self.transport.receive(0)) is not None:
             self._take(*item)
         self._read_ready()
+        self.pending.advance(wait=False)
 
     def _read_ready(self) -> None:
         for key in [key for key, work in self._open.items() if work.arrived()]:
@@ -167,6 +169,7 @@ class Hub:
 
     def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         """Receive until `done`; raise when a rank in `missing` can not come any more."""
+        self.pending.advance(wait=True)
         begin, noted = time.monotonic(), False
         self.progress.wait(label, missing)
         self._read_ready()
@@ -175,6 +178,7 @@ class Hub:
             if item is not None:
                 self._take(*item)
                 self._read_ready()
+                self.pending.advance(wait=False)
                 continue
             waited = time.monotonic() - begin
             self.check_peers(missing(), label)

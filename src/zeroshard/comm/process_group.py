@@ -39,6 +39,7 @@ class _DistWork(Work):
         self.comm, self.works, self.label = comm, works, label
 
     def wait(self) -> None:
+        self.comm.pending.advance(wait=True)
         works, self.works = self.works, []
         with self.comm.explained(self.label):
             for work in works:
@@ -76,6 +77,7 @@ class _Collected(_DistWork):
         return compute()
 
     def wait(self) -> None:
+        self.comm.pending.advance(wait=True)
         if self.transfer is not None:
             transfer, self.transfer = self.transfer, None
             with self.comm.explained(self.label):
@@ -189,7 +191,8 @@ class DistComm(Comm):
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> DistComm:
         mine = list(next(part for part in parts if self.rank in part))
-        group = copy.copy(self)  # with its desk, its notes (`progress`), its waiting thread
+        assert self.progress is not None and self.pending is not None  # made now, and shared
+        group = copy.copy(self)  # with its desk, its waiting thread
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
         group._parent = self.root
@@ -243,6 +246,7 @@ class DistComm(Comm):
         name = label.encode()
         body = struct.pack("<II", len(name), len(payload)) + name + payload
         self.progress.note(label)
+        self.pending.advance(wait=True)
         with self.explained(label):
             frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES)
             sizes = [8 + sum(struct.unpack_from("<II", frame)) for frame in frames]
@@ -268,6 +272,9 @@ class DistComm(Comm):
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         dist.all_gather(everyone, mine, group=self._control)
         return [part.numpy().tobytes() for part in everyone]
+
+    def poll(self) -> None:
+        self.pending.advance(wait=False)
 
     def leave(self) -> None:
         self.group = self._control = self._data = None  # that nothing here keeps them from ending

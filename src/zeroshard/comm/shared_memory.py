@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveMismatch
-from .base import Combine, Comm, Outcome, Region, Work, misuse, operation
+from .base import Combine, Comm, Outcome, Pending, Region, Work, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
 from .hub import Hub
@@ -30,7 +30,7 @@ from .transport import Transport
 class SharedComm(Comm):
     """Ranks as threads or processes of one host, over a `Transport`: all of them, or a subgroup."""
 
-    shares_memory = True
+    shares_memory = copies = True
 
     def __init__(
         self, transport: Transport, device: torch.device, stall_timeout_s: float = 60.0, *, ranks: list[int] | None = None,
@@ -54,6 +54,14 @@ class SharedComm(Comm):
     @property
     def ranks(self) -> list[int]:
         return [self.hub.ranks[member] for member in self.members]
+
+    @property
+    def pending(self) -> Pending:  # type: ignore[override]
+        return self.hub.pending
+
+    @pending.setter
+    def pending(self, pending: Pending) -> None:
+        self.hub.pending = pending
 
     @property
     def desk(self) -> Desk:

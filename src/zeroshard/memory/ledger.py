@@ -18,16 +18,19 @@ OPTIMIZER = "optimizer states"
 MASTERS = "master weights"
 AVERAGES = "averaged parameters"
 GATHERED = "gathered units"
+SECONDARY = "secondary shards"
+RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
 
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, bytes that one rank sent, and calls by unit."""
+    """Totals of one kind of collective: calls, bytes that one rank sent (between: of them, those to other nodes), and calls by unit."""
 
     count: int = 0
     nbytes: int = 0
+    between: int = 0
     units: dict[str, int] = field(default_factory=dict)
 
 
@@ -84,9 +87,10 @@ class Ledger:
         with self._lock:
             return {link: nbytes - self.ahead.get(link, 0) for link, nbytes in self.moved.items()}
 
-    def sent(self, kind: str, nbytes: int, unit: str) -> None:
-        """Count one collective of a unit, of which this rank sent `nbytes`."""
+    def sent(self, kind: str, nbytes: tuple[int, int], unit: str) -> None:
+        """Count one collective of a unit, for which this rank sent `nbytes` inside of its node, and to others."""
         entry = self.traffic[kind]
         entry.units[unit] = entry.units.get(unit, 0) + 1
         entry.count += 1
-        entry.nbytes += nbytes
+        entry.nbytes += sum(nbytes)
+        entry.between += nbytes[1]

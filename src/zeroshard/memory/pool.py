@@ -45,8 +45,8 @@ class _Buffer:
 class StagingPool:
     """`limit` buffers of `nbytes` each, of which `count` are normally in use."""
 
-    def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int) -> None:
-        self.comm, self.ledger, self.count = comm, ledger, count
+    def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING) -> None:
+        self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
         present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
@@ -77,9 +77,9 @@ class StagingPool:
             buffer.touched = True
             if buffer.nbytes:
                 take_again(buffer.region.tensor, buffer.nbytes)
-            self.ledger.enter(STAGING, self.nbytes)
+            self.ledger.enter(self.category, self.nbytes)
         buffer.taken = True
-        return number, self._view(number, numel, dtype, whole)
+        return number, self.view(number, numel, dtype, whole)
 
     def give(self, number: int, work: Work | None) -> None:
         """The buffer may be taken again when `work` has drained."""
@@ -128,19 +128,22 @@ class StagingPool:
         self._buffers.append(self._new())
         return len(self._buffers) - 1
 
-    def _view(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> Region:
+    def view(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> Region:
+        """A buffer as a region of `numel` elements, taken or not."""
         key = (number, numel, dtype, whole)
         if key not in self._views:
             region = self._buffers[number].region
             nbytes = numel * dtype.itemsize
             view = self.comm.private(region.tensor[:nbytes].view(dtype), whole=whole)
-            parts = [peer[:nbytes].view(dtype) for peer in region.wholes]
+            parts = [None if peer is None else peer[:nbytes].view(dtype) for peer in region.wholes]
             if whole:
                 view.wholes = parts
+                rows = [None if part is None else part.view(self.comm.world_size, -1)[rank] for rank, part in enumerate(parts)]
+                view.shards = rows or view.shards
             elif parts:
                 view.shards = list(parts)
             view.number = number
-            view.siblings = lambda other: self._view(other, numel, dtype, whole)  # ranks choose buffers by themselves
+            view.siblings = lambda other: self.view(other, numel, dtype, whole)  # ranks choose buffers by themselves
             self._views[key] = view
         return self._views[key]
 
@@ -152,13 +155,13 @@ class StagingPool:
                     buffer.work.drain()
                     buffer.work = None
                 buffer.nbytes, buffer.touched = give_back(buffer.region.tensor), False
-                self.ledger.strike(STAGING, self.nbytes)
+                self.ledger.strike(self.category, self.nbytes)
 
     def close(self) -> None:
         """Drop all memory."""
         for buffer in self._buffers:
             if buffer.touched:
-                self.ledger.strike(STAGING, self.nbytes)
+                self.ledger.strike(self.category, self.nbytes)
         self._buffers.clear()
         self._views.clear()
 

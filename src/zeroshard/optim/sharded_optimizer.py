@@ -48,7 +48,7 @@ class OptimizerCore:
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
         self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
-        self.whole = WholeStepper(inner_copy(optimizer), self.comm, runtime.tiers, self.replicated)
+        self.whole = WholeStepper(inner_copy(optimizer), runtime.shards, runtime.tiers, self.replicated)
         self.host: HostStepper | None = None
         if runtime.config.offload_optimizer.tier is not Tier.DEVICE:
             self.host = HostStepper(inner_copy(optimizer), runtime.config.offload_optimizer, runtime.tiers, self._fused())
@@ -104,7 +104,7 @@ class OptimizerCore:
         total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         total += float(torch.stack(on_device).sum()) if on_device else 0.0
-        total /= self._scale() ** 2
+        total = total / self._scale() ** 2 if self.runtime.shards.replica == 0 else 0.0  # what is alike counts once
         values = self.runtime.values
         account = self.runtime.account
         mine = struct.pack("<dd?Q", total, account.weight, account.unweighted, values.fingerprint())

@@ -5,19 +5,21 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     parameters        p Psi, sharded p Psi / N
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
-    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N; in two hops, in groups or packed: docs/communication.md
     moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
                       2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+import torch
 from torch import nn
 
+from ..comm.base import Comm, Sent
 from ..config import PRECISIONS, Placement, Tier
-from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING, Traffic
+from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 
@@ -30,9 +32,10 @@ class Report:
 
     at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
     state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
-    category. moved: so far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one
-    backward and step, by formula. communication: totals by kind. *_nbytes_per_step: sent by one rank. numbers: the dtypes
-    that parameters have, which the precision alone does not tell.
+    category. secondary: bytes of secondary shards (hpZ); lost: of what packing gradients has lost and error feedback keeps. compression_errors:
+    of packed collectives by unit, relative to what was packed, when last looked at. moved: so far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one
+    backward and step, by formula. communication: totals by kind. *_nbytes_per_step: sent by one rank; between: of them, to other nodes.
+    numbers: the dtypes that parameters have, which the precision alone does not tell.
     """
 
     stage: int
@@ -51,6 +54,11 @@ class Report:
     steps: int
     theory_nbytes_per_step: int
     measured_nbytes_per_step: int
+    theory_between_nbytes_per_step: int
+    measured_between_nbytes_per_step: int
+    secondary: int
+    lost: int
+    compression_errors: dict[str, float]
     units: int
     numbers: str
     deviations: tuple[str, ...]
@@ -79,6 +87,13 @@ class Report:
         lines.append(
             f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
         )
+        if self.theory_between_nbytes_per_step:
+            measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
+            lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
+        held = {"secondary shards": self.secondary, "kept for error feedback": self.lost}
+        lines += [f"{name}: {nbytes:,} bytes" for name, nbytes in held.items() if nbytes]
+        worst = sorted(self.compression_errors.items(), key=lambda item: -item[1])[:3]
+        lines += [f"changed by packing: {error:.2%} of {unit}" for unit, error in worst]
         lines += [f"note: {message}" for message in self.deviations]
         return "\n".join(lines)
 
@@ -93,7 +108,8 @@ def report(model: nn.Module) -> Report:
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
-    sent = sum(traffic.nbytes for traffic in ledger.traffic.values())
+    sent, between = (sum(getattr(t, name) for t in ledger.traffic.values()) for name in ("nbytes", "between"))
+    theory, steps = theory_sent_per_step(runtime), max(runtime.progress.steps, 1)
     return Report(
         stage=runtime.config.stage,
         world_size=world,
@@ -107,10 +123,15 @@ def report(model: nn.Module) -> Report:
         elsewhere={tier: held for tier, held in elsewhere.items() if held},
         moved={f"{source.value} -> {target.value}": nbytes for (source, target), nbytes in ledger.used().items()},
         theory_moved_per_step=theory_moved_per_step(runtime),
-        communication={kind: Traffic(t.count, t.nbytes, dict(t.units)) for kind, t in ledger.traffic.items()},
+        communication={kind: replace(t, units=dict(t.units)) for kind, t in ledger.traffic.items()},
         steps=runtime.progress.steps,
-        theory_nbytes_per_step=theory_nbytes_per_step(runtime),
-        measured_nbytes_per_step=sent // max(runtime.progress.steps, 1),
+        theory_nbytes_per_step=sum(theory),
+        measured_nbytes_per_step=sent // steps,
+        theory_between_nbytes_per_step=theory.between,
+        measured_between_nbytes_per_step=between // steps,
+        secondary=ledger.now[SECONDARY],
+        lost=ledger.now[RESIDUALS],
+        compression_errors=dict(runtime.topology.errors.found),
         units=len(runtime.units),
         numbers=_numbers(runtime),
         deviations=tuple(runtime.messages),
@@ -132,7 +153,7 @@ def _numbers(runtime: Runtime) -> str:
 
 def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     """Bytes by model state for the stage (sharded=False: with everything replicated)."""
-    row, world = runtime.config.row, runtime.comm.world_size
+    row, world = runtime.config.row, runtime.shards.world_size
 
     def held(placement: Placement, nbytes: int) -> int:
         return -(-nbytes // world) if sharded and placement is Placement.SHARDED else nbytes
@@ -162,21 +183,32 @@ def _moments_per_element(runtime: Runtime) -> float:
     return 0.0
 
 
-def theory_nbytes_per_step(runtime: Runtime) -> int:
+def theory_sent_per_step(runtime: Runtime) -> Sent:
     """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
-    row, world = runtime.config.row, runtime.comm.world_size
-    total = 0
+    row, total = runtime.config.row, Sent()
+
+    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype) -> None:
+        nonlocal total
+        volume = comm.volume(kind, -(-numel // comm.world_size), dtype)
+        total = Sent(total.inside + volume.inside, total.between + volume.between)
+
     for group in runtime.groups:
-        numel, itemsize = group.layout.true_numel, group.values.full.itemsize
+        numel, values, grads = group.layout.true_numel, group.values, group.grads
         if row.parameter is Placement.SHARDED:
-            total += 2 * numel * itemsize
-        elif row.optimizer is Placement.SHARDED and group.grads is not None:
-            total += numel * itemsize
-        if group.grads is not None:
-            total += numel * group.grads.send_dtype.itemsize
+            add(values.comm, "gather", numel, values.dtype)
+            add(values.comm, "gather again", numel, values.dtype)
+        elif row.optimizer is Placement.SHARDED and grads is not None:
+            add(values.comm, "gather", numel, values.dtype)
+        if grads is not None:
+            add(grads.comm, "reduce", numel, grads.send_dtype)
             if row.gradient is Placement.REPLICATED:
-                total += numel * group.grads.dtype.itemsize
-    return total * (world - 1) // world
+                add(grads.comm, "gather", numel, grads.dtype)
+    return total
+
+
+def theory_nbytes_per_step(runtime: Runtime) -> int:
+    """Of them all."""
+    return sum(theory_sent_per_step(runtime))
 
 
 Link = tuple[Tier, Tier]  # from, to
@@ -186,7 +218,7 @@ def theory_moved_per_step(runtime: Runtime) -> dict[str, int]:
     """Bytes that one rank moves between tiers in a step of one backward, by link: see the module's formulas."""
     totals: dict[str, int] = {}
     for group in runtime.groups:
-        numel = -(-group.layout.true_numel // runtime.comm.world_size)
+        numel = -(-group.layout.true_numel // runtime.shards.world_size)
         for moved in (pass_itemsizes(runtime, group), step_itemsizes(runtime, group)):
             for (source, target), itemsize in moved.items():
                 link = f"{source.value} -> {target.value}"

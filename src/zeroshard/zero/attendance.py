@@ -35,7 +35,7 @@ class Attendance:
         self.comm, self.account = comm, account
         self.together = comm.world_size > 1 and not comm.imagined
         gathers = any(unit.sharded for unit in units)
-        self.gathers_meet = self.together and gathers and (not comm.shares_memory or any(unit.staged for unit in units))
+        self.gathers_meet = self.together and gathers and any(unit.meets or unit.staged for unit in units)
         self.joined = self.serving = False
         self.ended: frozenset[int] = frozenset()
         self.latest: frozenset[int] = frozenset()  # of them, those that ended when ranks last met

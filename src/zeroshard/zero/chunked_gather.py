@@ -43,9 +43,9 @@ class ChunkedGather:
             stop = min(start + n, sizes[comm.rank])
             if start < stop:
                 region.tensor[: stop - start].copy_(mine(start, stop))
-            self.ledger.sent("gather", n * (comm.world_size - 1), label)
             received = self._received[: n * comm.world_size]
             work = comm.gather(received, region, label, tag=self._tag)
+            self.ledger.sent("gather", work.sent, label)
             work.wait()
             self._pool.give(number, work)
             for rank, row in enumerate(received.view(comm.world_size, n)):

@@ -67,7 +67,8 @@ class ParameterBuffer:
         offload = config.offload_param
         self.tier = offload.tier if self.sharded else Tier.DEVICE
         away = tiers.away(offload) if self.sharded else False
-        common = comm.allocate_common(layout.numel, dtype) if self.sharded and config.map_shared and not away else None
+        mapped = self.sharded and config.map_shared and not away and comm.copies
+        common = comm.allocate_common(layout.numel, dtype) if mapped else None
         self.mapped = common is not None
         self.region: Region | None = None
         if common is not None:
@@ -89,6 +90,8 @@ class ParameterBuffer:
             self.rest = tiers.over(shard)
             tiers.enter(PARAMETERS, self.nbytes, self.tier)
         self.views = self._views()
+        if not self.mapped:
+            comm.reserve(number, layout.shard_numel, dtype)
         self._present = False
         self._staged: tuple[int, Region, Pending] | None = None  # the shard on its way through a staging buffer
         self._upload: Pending | None = None  # the newest copy that the device makes of what rests on the host
@@ -146,6 +149,11 @@ class ParameterBuffer:
             self._staged = None
         self.settle()
 
+    def outdate(self) -> None:
+        """What rests is about to be written."""
+        self.settle()
+        self.comm.outdate(self.number)
+
     def settle(self) -> None:
         """Return when no copy reads what rests on the host: it may be written. A stream that joined one may be far behind."""
         if self._upload is not None:
@@ -158,7 +166,11 @@ class ParameterBuffer:
             self.full.untyped_storage().resize_(self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
             self._present = True
-        self.ledger.sent("gather", self.layout.shard_numel * self.dtype.itemsize * (self.comm.world_size - 1), self.label)
+        work = self._start_gather()
+        self.ledger.sent("gather", work.sent, self.label)
+        return work
+
+    def _start_gather(self) -> Work:
         if self.region is not None:
             return self.comm.gather(self.full, self.region, self.label)
         self.fetch(wait=True)
@@ -250,6 +262,7 @@ class GradientBuffer:
             assert shard is not None
             self.rest = tiers.over(shard)
             tiers.enter(GRADIENTS, self.region.tensor.nbytes, Tier.DEVICE)
+        comm.reserve_slices(layout.shard_numel, send_dtype)
         self.departure: Departure | None = None
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
@@ -361,11 +374,9 @@ class GradientBuffer:
             out, accumulate = self._carry, True
         else:
             out, accumulate = self.load(), self.reduced
-        nbytes = self._send.tensor.nbytes // self.comm.world_size * (self.comm.world_size - 1)
-        self.ledger.sent("reduce", nbytes, self.label)
-        self._work = self.comm.reduce(
-            self._send, out, scale=1.0 / self.comm.world_size, accumulate=accumulate, tag=self.tag, label=self.label
-        )
+        scale = 1.0 / (self.comm.world_size * self.comm.replicas)
+        self._work = self.comm.reduce(self._send, out, scale=scale, accumulate=accumulate, tag=self.tag, label=self.label)
+        self.ledger.sent("reduce", self._work.sent, self.label)
         if not self.direct:
             self.pool.give(self._slot, self._work)
         self._slot, self._send = -1, None
@@ -503,9 +514,9 @@ class GradientBuffer:
     def gather(self) -> Work:
         """REPLICATED: fill `full` with the reduced shards of all ranks, after `finish` on all of them."""
         assert self.region is not None
-        nbytes = self.layout.shard_numel * self.dtype.itemsize
-        self.ledger.sent("gather", nbytes * (self.comm.world_size - 1), self.label)
-        return self.comm.gather(self.region.tensor, self.region, self.label)
+        work = self.comm.gather(self.region.tensor, self.region, self.label)
+        self.ledger.sent("gather", work.sent, self.label)
+        return work
 
     def drop(self) -> None:
         """Forget all gradients (zero_grad)."""

@@ -196,12 +196,12 @@ class Reductions:
     def _wait(self) -> None:
         reduced = [group.grads for number in sorted(self._started) for group in self.units[number].trainable]
         replicated = [grads for grads in reduced if grads.replicated]
-        carried = any(grads.carries for grads in replicated)
+        carried = any(grads.carries or not grads.comm.drains_all for grads in replicated)
         for grads in reduced:
             grads.finish()
         if replicated:
             if carried:
-                self.comm.exchange(b"", "gradients in place")  # `finish` has moved them where peers will read
+                self.comm.exchange(b"", "gradients in place")  # `finish` has put them where peers will read
             for work in [grads.gather() for grads in replicated]:
                 work.wait()
             self.comm.exchange(b"", "gradients gathered")  # before any rank overwrites what peers copy

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..offload.storage import Rest
 from ..tensor.flat_layout import ALIGNMENT, round_up
 
@@ -29,6 +31,13 @@ class Masters:
     def stepped(self) -> Rest:
         """Masters where there are any, else the values at rest."""
         return self.rest if self.rest is not None else self.group.values.rest
+
+    def precise(self) -> Tensor | None:
+        """The shard (shard_numel,) as exactly as it is held, where that is more than its values, and on the device."""
+        rest, runtime = self.rest, self.group.runtime
+        if rest is None or self.whole or not rest.resident or runtime is None or runtime.config.delayed_update is not None:
+            return None
+        return None if self.outdated() else rest.load(0, rest.numel)
 
     def range(self, index: int) -> tuple[int, int]:
         """[start, stop) of a parameter in what is stepped, with the padding that follows it."""

@@ -52,7 +52,7 @@ class Prefetcher:
         """
         if unit.staged:
             return unit.fetched and self._alone
-        return not self.comm.shares_memory
+        return unit.meets
 
     def staged(self, training: bool) -> None:
         """Ordered comms: gather the next unit that rests elsewhere, now that the device has been given its work."""

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
 from ..config import Config
 from ..errors import CheckpointError, ModelClosed, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
+from ..mesh.topology import Topology
 from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
@@ -49,12 +49,15 @@ class Runtime:
     """Everything that zeroshard keeps about one sharded model. `runtime_of(model)` finds it."""
 
     def __init__(
-        self, model: nn.Module, config: Config, comm: Comm, units: list[Unit], ledger: Ledger, pool: StagingPool,
+        self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
         tiers: Tiers,
     ) -> None:  # fmt: skip
-        self.model, self.config, self.comm, self.units, self.ledger, self.pool, self.tiers = (
-            model, config, comm, units, ledger, pool, tiers,
+        """comm: of all ranks; shards: of those among which a shard is one."""
+        self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
+            model, config, topology, units, ledger, pool, tiers,
         )  # fmt: skip
+        comm = self.comm = topology.control
+        self.shards = topology.shards
         self.schedule = Schedule([unit.name for unit in units])
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         for group in self.groups:
@@ -72,7 +75,7 @@ class Runtime:
         self.sync = True  # False inside zs.accumulate
         self.closed = False
         self.progress = Progress(config)
-        self.messages: deque[str] = deque(maxlen=100)
+        self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
         self.values = ValueWatch(comm, self.groups)
         self._training = False  # inside a forward that was entered with gradients

@@ -20,6 +20,8 @@ from ..memory.estimate import BUFFERS, Group, Need, needs, shortage
 from ..memory.host_memory import limits
 from ..memory.ledger import GRADIENTS, MASTERS, Ledger
 from ..memory.pool import BufferPool, StagingPool
+from ..mesh.compressed import CompressedGathers
+from ..mesh.topology import Topology
 from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout
@@ -115,10 +117,11 @@ class Builder:
     """Builds the units of one model; holds what all of them need."""
 
     def __init__(
-        self, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
+        self, config: Config, topology: Topology, ledger: Ledger, tiers: Tiers, group_of: dict[int, int], serial: int
     ) -> None:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: of this model."""
-        self.config, self.comm, self.ledger, self.tiers, self.group_of = config, comm, ledger, tiers, group_of
+        self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
+        self.comm = topology.shards
         self.tag = serial << 20
         self.pool: StagingPool | None = None
         self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
@@ -135,7 +138,7 @@ class Builder:
             for bucket, layout in zip(unit, unit_layouts, strict=True)
         ]
         trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
-        self._states = {id(spec): self._plan_states(spec.dtype, layout) for spec, layout in trainable}
+        self._states = {id(spec): self._plan_states(spec, layout) for spec, layout in trainable}
         sizes = self._buffer_sizes(pairs)
         self._check_room(pairs, sizes)
         self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
@@ -147,13 +150,28 @@ class Builder:
                 for bucket, layout in zip(buckets[number], layouts[number], strict=True)
             ]
             units.append(Unit(plan.name, plan.modules, groups, number))
+        self.topology.open()
+        self._tell_plain(units)
         return units
 
+    def _tell_plain(self, units: list[Unit]) -> None:
+        """Note what is exempt from packing."""
+        groups = [group for unit in units for group in unit.groups]
+        for what, packed, kind in (("values", self.topology.values, self.topology.weights), ("grads", self.topology.gradients, self.topology.sent)):
+            plain = [group for group in groups if getattr(group, what) is not None and getattr(group, what).comm is not packed]
+            if kind is not None and plain:
+                names = [spec.name for group in plain for spec in group.specs]
+                numel = sum(group.layout.true_numel for group in plain)
+                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                name = {"values": "parameters", "grads": "gradients"}[what]
+                self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) travel plain: {shown}")
+
     def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """The unit's parameters by (dtype, requires_grad); within, by optimizer group, matrices before vectors."""
+        """The unit's parameters by dtype, requires_grad, and whether they travel packed; within, by optimizer group, matrices before vectors."""
         buckets: dict[tuple, list[ParamSpec]] = {}
         for spec in plan.specs:
-            buckets.setdefault((str(spec.dtype), spec.requires_grad), []).append(spec)
+            packs = self.topology.packs(spec.name, len(spec.shape))
+            buckets.setdefault((str(spec.dtype), spec.requires_grad, packs), []).append(spec)
         for bucket in buckets.values():
             bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
         return list(buckets.values())
@@ -240,17 +258,20 @@ class Builder:
         label = f"{plan.name} ({dtype})"
         self.tag += 1
         values = ParameterBuffer(
-            layout, dtype, config, self.comm, self.ledger, self.tiers, self.tag, f"gather {label}"
+            layout, dtype, config, self._values_comm(bucket[0], layout), self.ledger, self.tiers, self.tag, f"gather {label}"
         )
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
+            comm = self.topology.gradients_of(self.topology.packs(bucket[0].name, len(bucket[0].shape))[1], layout.numel)
             grads = GradientBuffer(
-                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, self.comm, self.ledger,
+                layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}",
             )  # fmt: skip
         group = ParamGroup(bucket, layout, self.comm, values, grads)
         group.masters.whole = config.row.optimizer is Placement.REPLICATED
+        if isinstance(values.comm, CompressedGathers):
+            values.comm.precise[values.number] = group.masters.precise
         if grads is not None:
             group.offload, master_dtype = self._states[id(bucket[0])]
             if master_dtype is not None:
@@ -260,16 +281,21 @@ class Builder:
             self._place(group, index, spec)
         return group
 
-    def _plan_states(self, dtype: torch.dtype, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
-        """The tier of masters and optimizer states of the next trainable group, and the dtype of its masters, if it has some."""
-        config = self.config
+    def _plan_states(self, spec: ParamSpec, layout: FlatLayout) -> tuple[Offload, torch.dtype | None]:
+        """The tier of masters and optimizer states of the next trainable group, and the dtype of its masters, if it has some.
+
+        spec: its first parameter.
+        """
+        config, dtype = self.config, spec.dtype
         offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
         values = config.offload_param if config.row.parameter is Placement.SHARDED else Offload()
         low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
         steps_on_host = offload.tier is not Tier.DEVICE
         # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
-        apart = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
-        if low or apart or (steps_on_host and config.delayed_update is not None):
+        away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
+        # packed values replace this rank's own as well, so that all ranks have the same
+        rounded = values.tier is Tier.DEVICE and not self._sharded and self._values_comm(spec, layout) is not self.comm
+        if low or away or rounded or (steps_on_host and config.delayed_update is not None):
             return offload, torch.float32 if low else dtype
         return offload, None
 
@@ -281,6 +307,14 @@ class Builder:
             return False
         self._offloaded_numel += numel
         return True
+
+    @property
+    def _sharded(self) -> bool:
+        return self.config.row.parameter is Placement.SHARDED
+
+    def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
+        """Through which the values of a group travel. spec: its first parameter."""
+        return self.topology.values_of(self.topology.packs(spec.name, len(spec.shape))[0], layout.numel)
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
         """Copy the value into the buffers and exchange the parameter object."""

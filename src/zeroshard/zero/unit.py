@@ -249,6 +249,7 @@ class ParamGroup:
         if self.unit is not None:
             self.unit.writes += 1
         self.values.forget()
+        self.values.outdate()
 
     def mark_written(self) -> None:
         """A step has written values, past autograd: a backward of a forward before it must notice, as in torch."""
@@ -399,6 +400,11 @@ class Unit:
         return True
 
     @property
+    def meets(self) -> bool:
+        """True where a gather needs other ranks: it is more than a copy by this one."""
+        return any(not group.values.comm.copies for group in self.groups)
+
+    @property
     def fetched(self) -> bool:
         """True where what was fetched has arrived."""
         return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
@@ -480,7 +486,7 @@ class Unit:
         if self.kept:
             self.kept.outdated = True
         for group in self.groups:
-            group.values.settle()
+            group.values.outdate()
 
     def guard(self, released: bool) -> None:
         """Let compute parameters that someone kept raise, instead of reading released memory."""

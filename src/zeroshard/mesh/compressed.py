@@ -1,0 +1,190 @@
+"""A Comm whose gathers, or reductions, travel as fewer bytes: qwZ and qgZ (ZeRO++, arXiv 2306.10209, sections 4.1 and 4.3).
+
+    gather   shard -> pack --comm--> unpack all           all ranks compute with the same values, the shard stays as it is
+    reduce   whole -> pack each slice --comm--> unpack, sum in fp32 in rank order
+
+What travels are bytes, so every Comm carries them: in one hop, in two (then a value is packed once for both), and as a secondary
+shard. A reduction in two hops is one of two Comms, each compressed: what a value loses, it loses twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, Outcome, Region, Sent, Work
+from ..comm.codecs.base import Codec, ErrorFeedback
+from ..memory.ledger import RESIDUALS, STAGING, Ledger
+from ..memory.pool import StagingPool
+from .wrapper import Wrapper
+
+_BUFFERS = 2
+_ERROR_EVERY = 64  # steps between two looks at what packing has changed
+
+Active = Callable[[], bool]
+
+
+class Errors:
+    """The relative error of what was packed last, by unit, looked at now and then."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, float] = {}
+        self._step: dict[str, int] = {}
+
+    def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
+        """Measure, if it is time to."""
+        if label not in self._step or step >= self._step[label] + _ERROR_EVERY:
+            self._step[label] = step
+            self.found[label] = codec.error(values, packed)
+
+
+class _Compressed(Wrapper):
+    """What both directions have in common."""
+
+    def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
+        """active: False while nothing is to be compressed yet. errors: where measured ones are noted."""
+        super().__init__(comm)
+        self.codec, self.ledger, self.active, self.errors = codec, ledger, active, errors
+        self._nbytes = 0
+        self._pool: StagingPool | None = None
+
+    def _packed_nbytes(self, numel: int) -> int:
+        """Of one shard on its way: a multiple of 64, so that regions keep their alignment."""
+        return -(-self.codec.packed_nbytes(numel) // 64) * 64
+
+    def _pack(self, values: Tensor, packed: Tensor, label: str) -> None:
+        if not self.imagined:
+            self.codec.pack(values, packed)
+            self.errors.look(self.codec, values, packed, label, self.progress.step)
+
+    def open(self) -> None:
+        self.comm.open()
+        if self._pool is None:
+            self._pool = StagingPool(self.comm, self.ledger, self._nbytes, _BUFFERS, _BUFFERS + 1)
+
+    def _take(self, numel: int, whole: bool) -> tuple[int, Region]:
+        assert self._pool is not None
+        return self._pool.take(numel, torch.uint8, whole=whole)
+
+
+class CompressedGathers(_Compressed):
+    """Gathers are packed. precise: of a region's number, the shard as exactly as it is held, where that is more than its values."""
+
+    def __init__(self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors) -> None:
+        super().__init__(comm, codec, ledger, active, errors)
+        self.copies = False
+        self.precise: dict[int, Callable[[], Tensor | None]] = {}
+
+    def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
+        plain = 0 if self.active() else numel * dtype.itemsize  # before it becomes active
+        self.comm.reserve(number, max(plain, self._packed_nbytes(numel)), torch.uint8)
+        self._nbytes = max(self._nbytes, self._packed_nbytes(numel))
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        if kind == "reduce" or not self.active():
+            return self.comm.volume(kind, numel, dtype)
+        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+
+    def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
+        if not self.active():
+            return self.comm.gather(full, source, label, tag)
+        number = source.number if tag is None else tag
+        numel = full.numel() // self.world_size
+        nbytes = self._packed_nbytes(numel)
+        packed = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=full.device)
+        self.ledger.enter(STAGING, packed.nbytes)
+        if self.comm.holds(number):
+            work = self.comm.gather(packed, Region(packed, [], number=number), label)
+        else:
+            slot, region = self._take(nbytes, whole=False)
+            precise = self.precise.get(number, lambda: None)()
+            values = source.shards[self.rank] if precise is None else precise
+            assert values is not None
+            self._pack(values, region.tensor[: self.codec.packed_nbytes(numel)], label)
+            work = self.comm.gather(packed, region, label, tag=number)
+            self._pool.give(slot, work)
+        return _Unpacked(work, lambda: self._unpack(packed, full))
+
+    def _unpack(self, packed: Tensor, full: Tensor) -> None:
+        rows = full.view(self.world_size, -1)
+        for row, part in zip(() if self.imagined else rows, packed.view(self.world_size, -1), strict=not self.imagined):
+            self.codec.unpack(part[: self.codec.packed_nbytes(row.numel())], row)
+        self.ledger.strike(STAGING, packed.nbytes)
+
+
+class _Unpacked(Work):
+    """A gather of packed shards, which are unpacked when it is waited for."""
+
+    def __init__(self, work: Work, unpack: Callable[[], None]) -> None:
+        self.work, self.sent = work, work.sent
+        self._unpack: Callable[[], None] | None = unpack
+
+    def wait(self) -> None:
+        self.work.wait()
+        unpack, self._unpack = self._unpack, None
+        if unpack is not None:
+            unpack()
+
+    def drain(self) -> None:
+        self.wait()
+        self.work.drain()
+
+    def drained(self) -> bool:
+        return self._unpack is None and self.work.drained()
+
+
+class CompressedReductions(_Compressed):
+    """What is reduced travels packed. feedback: what packing has lost is added to the next gradient (error feedback)."""
+
+    def __init__(
+        self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
+    ) -> None:
+        super().__init__(comm, codec, ledger, active, errors)
+        self.feedback = ErrorFeedback(codec) if feedback and not self.imagined else None
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        self.comm.reserve_slices(numel, dtype)
+        self._nbytes = max(self._nbytes, self.world_size * self._packed_nbytes(numel))
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        if kind != "reduce" or not self.active():
+            return self.comm.volume(kind, numel, dtype)
+        return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        if not self.active():
+            return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+        numel = source.tensor.numel() // self.world_size
+        size, nbytes = self.codec.packed_nbytes(numel), self._packed_nbytes(numel)
+        slot, region = self._take(self.world_size * nbytes, whole=True)
+        self._pack_slices(source.tensor, region.tensor.view(self.world_size, -1)[:, :size], tag, label)
+
+        def combine(parts: list[Tensor]) -> Outcome:
+            packed = [part[:size] for part in parts]
+            total = self.codec.unpack_sum(packed, out, scale=scale, accumulate=accumulate)
+            if total is None or math.isfinite(total):
+                return total, ()
+            return total, tuple(self.ranks[rank] for rank, part in enumerate(packed) if not self._finite(part, numel))
+
+        work = self.comm.collect(region, combine, tag=tag, label=label)
+        self._pool.give(slot, work)
+        return work
+
+    def _finite(self, part: Tensor, numel: int) -> bool:
+        values = torch.empty(numel, device=part.device)
+        self.codec.unpack(part, values)
+        return bool(torch.isfinite(values).all())
+
+    def _pack_slices(self, whole: Tensor, packed: Tensor, tag: int, label: str) -> None:
+        for rank, (row, part) in enumerate(zip(whole.view(self.world_size, -1), packed, strict=True)):
+            if self.feedback is None:
+                self._pack(row, part, label)
+            else:
+                if (tag, rank) not in self.feedback.residuals:
+                    self.ledger.enter(RESIDUALS, 4 * row.numel())
+                self.feedback.pack((tag, rank), row, part)

@@ -1,0 +1,104 @@
+"""Shards inside of a group of ranks, alike in all groups: HSDP, and MiCS (arXiv 2205.00119, section 3).
+
+    gather   inside of the group alone
+    reduce   whole --inside, sum--> my shard --across, sum of a part--> my part of it --across, gather--> my shard
+
+All groups end with the same bits: each element is summed once, by one rank, and copied to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, Hops, Region, Sent, Work
+from ..memory.ledger import Ledger
+from ..memory.pool import StagingPool
+from ..tensor.flat_layout import round_up
+from .wrapper import Wrapper
+
+_BUFFERS = 2
+
+
+class ReplicatedComm(Wrapper):
+    """The ranks of one group (`inner`), whose reductions sum over those of the others (`outer`: of the same place) as well."""
+
+    def __init__(self, inner: Comm, outer: Comm, ledger: Ledger) -> None:
+        super().__init__(inner)
+        self.outer, self.ledger = outer, ledger
+        self.drains_all = False
+        self.replicas, self.replica = outer.world_size, outer.rank
+        self._sums_nbytes = 0
+        self._sums: StagingPool | None = None
+
+    def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
+        part = round_up(numel, self.replicas) // self.replicas
+        self.comm.reserve_slices(numel, dtype)
+        self.outer.reserve_slices(part, dtype)
+        self._sums_nbytes = max(self._sums_nbytes, part * self.replicas * dtype.itemsize)
+
+    def open(self) -> None:
+        self.comm.open()
+        self.outer.open()
+        if self._sums is None:
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        inside = self.comm.volume(kind, numel, dtype)
+        if kind != "reduce":
+            return inside
+        part = round_up(numel, self.replicas) // self.replicas
+        across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
+        return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        numel, sent = out.numel(), source.tensor.dtype
+        assert self._sums is not None
+        slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
+        first = self.comm.reduce(source, sums.tensor[:numel], scale=1.0, accumulate=False, tag=tag, label=label)
+
+        def across() -> Work:
+            sums.tensor[numel:].zero_()
+            part = sums.shards[self.outer.rank]
+            work = self.outer.reduce(sums, part, scale=scale, accumulate=False, tag=tag, label=label)
+            return Hops(self.comm, work, copy, Sent())
+
+        def copy() -> Work:
+            work = self.outer.gather(sums.tensor, sums, label, tag=tag)
+            return _Filled(work, lambda: self._fill(out, sums.tensor[:numel], accumulate, slot, work))
+
+        return Hops(self.comm, first, across, self.volume("reduce", numel, sent))
+
+    def _fill(self, out: Tensor, total: Tensor, accumulate: bool, slot: int, work: Work) -> None:
+        out.add_(total) if accumulate else out.copy_(total)
+        assert self._sums is not None
+        self._sums.give(slot, work)
+
+    def poll(self) -> None:
+        self.comm.poll()
+        self.outer.poll()
+
+
+class _Filled(Work):
+    """Calls `fill` once, when `work` is over."""
+
+    def __init__(self, work: Work, fill: Callable[[], None]) -> None:
+        self.work, self.fill = work, fill
+        self._filled = False
+
+    def wait(self) -> None:
+        self.work.wait()
+        if not self._filled:
+            self._filled = True
+            self.fill()
+
+    def drain(self) -> None:
+        self.wait()
+        self.work.drain()
+
+    def drained(self) -> bool:
+        return self._filled and self.work.drained()

@@ -1,0 +1,195 @@
+"""From options and ranks to Comms: which one controls, which one has the shards, through which ones values and gradients travel.
+
+    plain               comm                                    comm
+    groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
+    nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
+    qwZ                 CompressedGathers over what carries the shards
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ..comm.base import Comm
+from ..comm.codecs import codec_of
+from ..comm.codecs.base import Codec
+from ..compression import Compression
+from ..config import Config, Placement
+from ..errors import ConfigError
+from ..memory.ledger import Ledger
+from .compressed import CompressedGathers, CompressedReductions, Errors
+from .hierarchical import HierarchicalComm
+from .replicated import ReplicatedComm
+
+Parts = list[list[int]]
+
+
+@dataclass
+class Topology:
+    """The Comms of one model.
+
+    control: of all ranks: what they agree on. shards: of the ranks among which a shard is one. values, gradients: through which
+    they travel; plain: the same, for what is exempt. notes: what a report should say.
+    """
+
+    control: Comm
+    shards: Comm
+    values: Comm
+    gradients: Comm
+    plain_gradients: Comm
+    weights: Compression | None = None
+    sent: Compression | None = None
+    errors: Errors = field(default_factory=Errors)
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def flat(cls, comm: Comm) -> Topology:
+        """One hop, nothing packed."""
+        return cls(comm, comm, comm, comm, comm)
+
+    def open(self) -> None:
+        """Make what buffers have reserved (collective)."""
+        for comm in dict.fromkeys((self.shards, self.values, self.plain_gradients, self.gradients)):
+            comm.open()
+
+    def packs(self, name: str, dim: int) -> tuple[bool, bool]:
+        """Whether values and gradients of a parameter travel packed."""
+        return tuple(each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))  # type: ignore
+
+    def values_of(self, packed: bool, numel: int) -> Comm:
+        """Through which values of a group travel, of which all or no parameters may be packed."""
+        return self.values if packed and self.weights is not None and numel >= self.weights.min_numel else self.shards
+
+    def gradients_of(self, packed: bool, numel: int) -> Comm:
+        """As `values_of`, for gradients."""
+        return self.gradients if packed and self.sent is not None and numel >= self.sent.min_numel else self.plain_gradients
+
+
+def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
+    """Raise ConfigError for groups or nodes that do not divide the ranks. nodes: of a mesh, whose inner axis they are."""
+    for name in ("shard_size", "zero_hpz_partition_size"):
+        size = getattr(config, name)
+        if size is None or size == 1:
+            continue
+        if nodes is not None and name == "shard_size":
+            raise ConfigError(f"shard_size={size} with a mesh: the mesh's inner axis has {len(nodes[0])} ranks. Give one of them.")
+        if comm.world_size % size:
+            fits = [n for n in range(1, comm.world_size + 1) if comm.world_size % n == 0]
+            nearest = min(fits, key=lambda n: abs(n - size))
+            raise ConfigError(f"{name}={size} does not divide the {comm.world_size} ranks: {nearest} does.")
+    if config.hierarchical and nodes is None and config.zero_hpz_partition_size == 1 and _hosts(comm) is None:
+        raise ConfigError(
+            "hierarchical=True: the ranks are on one host, or unequally many on some: say how many make a node, "
+            "zero_hpz_partition_size=..., or give a mesh."
+        )
+
+
+def open_topology(config: Config, comm: Comm, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None) -> Topology:
+    """The Comms of a model (collective). mesh: ranks of each group. warm: whether so many steps are over."""
+    topology = Topology.flat(comm)
+    size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
+    groups, nodes = None, None
+    if size is not None and config.replicate_optimizer:
+        groups = mesh or _even(comm.world_size, size)
+    elif size is not None:
+        nodes = mesh or _even(comm.world_size, size)
+    elif config.zero_hpz_partition_size > 1:
+        nodes = _even(comm.world_size, config.zero_hpz_partition_size)
+    elif config.hierarchical is not False:
+        nodes = _hosts(comm)
+    if groups is not None and 1 < len(groups):
+        _replicate(topology, config, ledger, warm, groups)
+    elif nodes is not None and 1 < len(nodes) < comm.world_size:
+        keep = size is not None or config.zero_hpz_partition_size > 1
+        _in_two_hops(topology, config, ledger, warm, nodes, keep and config.row.parameter is Placement.SHARDED)
+    elif config.zero_quantized_gradients is not None:
+        topology.gradients = _reduced(topology, comm, config, ledger, warm)
+    _pack_weights(topology, config, ledger, warm)
+    return topology
+
+
+def _even(world_size: int, size: int) -> Parts:
+    return [list(range(first, first + size)) for first in range(0, world_size, size)]
+
+
+def _hosts(comm: Comm) -> Parts | None:
+    """Ranks by node, where there are several nodes of equally many, more than one."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(comm.nodes):
+        found.setdefault(node, []).append(rank)
+    sizes = {len(ranks) for ranks in found.values()}
+    return list(found.values()) if len(found) > 1 and len(sizes) == 1 and sizes != {1} else None
+
+
+def _halves(comm: Comm, parts: Parts) -> tuple[Comm, Comm]:
+    """The Comm of this rank's part, and that of the ranks at the same place in every part."""
+    if parts == _hosts(comm) and comm.local is not None:
+        inner = comm.local
+        inner.pending = comm.pending  # they wait for each other's ranks
+    else:
+        inner = comm.subgroup(parts)
+    return inner, comm.subgroup([list(place) for place in zip(*parts, strict=True)])
+
+
+def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], groups: Parts) -> None:
+    inner, outer = _halves(topology.control, groups)
+    shards = ReplicatedComm(inner, outer, ledger)
+    topology.shards = topology.values = topology.plain_gradients = topology.gradients = shards
+    if config.zero_quantized_gradients is not None:
+        reduced = [_reduced(topology, comm, config, ledger, warm) for comm in (inner, outer)]
+        topology.gradients = ReplicatedComm(*reduced, ledger)
+
+
+def _in_two_hops(
+    topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool], nodes: Parts, keep: bool
+) -> None:
+    world = topology.control
+    inner, outer = _halves(world, nodes)
+    comm = HierarchicalComm(world, inner, outer, nodes, ledger, keep=keep)
+    topology.control = topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
+    if keep and world.copies:
+        topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
+    if config.zero_quantized_gradients is not None:
+        reduced = [_reduced(topology, part, config, ledger, warm) for part in (inner, outer)]
+        topology.gradients = HierarchicalComm(world, *reduced, nodes, ledger, sums=torch.float32)
+
+
+def _codec(compression: Compression) -> Codec:
+    return codec_of(compression.codec, compression.block)
+
+
+def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) -> bool:
+    """Packing is of no use between ranks that read each other's memory."""
+    if not comm.copies or compression.force:
+        return False
+    note = f"{what} travel plain between ranks that read each other's memory: packing would cost time and save none (force=True does it)"
+    if note not in topology.notes:
+        topology.notes.append(note)
+    return True
+
+
+def _reduced(topology: Topology, comm: Comm, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> Comm:
+    """A Comm whose reductions are packed, where that saves something."""
+    compression = config.zero_quantized_gradients
+    assert isinstance(compression, Compression)
+    if comm.world_size == 1 or _skips(topology, comm, compression, "gradients"):
+        return comm
+    topology.sent = compression
+    active = functools.partial(warm, compression.warmup_steps)
+    return CompressedReductions(comm, _codec(compression), ledger, active, topology.errors, feedback=compression.error_feedback)
+
+
+def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
+    compression = config.zero_quantized_weights
+    if compression is None or topology.shards.world_size == 1:
+        return
+    assert isinstance(compression, Compression)
+    if _skips(topology, topology.shards, compression, "parameters"):
+        return
+    topology.weights = compression
+    active = functools.partial(warm, compression.warmup_steps)
+    topology.values = CompressedGathers(topology.shards, _codec(compression), ledger, active, topology.errors)
