@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections import defaultdict
 
 import torch
@@ -47,6 +48,9 @@ class Delivery(Work):
             finish, self.finish = self.finish, None
             self.take(finish())
 
+    def ready(self) -> bool:
+        return self.finish is None or self.arrived()
+
     def drain(self) -> None:
         if self.streamed:
             self.before = None  # whatever is written from now on is written after the send
@@ -81,14 +85,15 @@ class PrivateComm(Comm):
     def subgroup(self, parts) -> "PrivateComm":
         mine = list(next(part for part in parts if self.rank in part))
         group = PrivateComm(self.office, mine.index(self.rank), len(mine), self.ordered)
+        group.pending, group._turn = self.pending, self._turn
         group._ranks, group.node_size = [self._ranks[rank] for rank in mine], self.node_size
         return group
 
     def _number(self, kind: object) -> tuple:
         """Which collective this is: the n-th of its kind or (ordered) the n-th of all."""
         stream = "all" if self.ordered else kind
-        self._turn[stream] += 1
-        return (stream, self._turn[stream])
+        self._turn[(*self._ranks, stream)] += 1
+        return (stream, self._turn[(*self._ranks, stream)])
 
     def _send(self, number: tuple, label: str, parts: list) -> None:
         for peer in range(self.world_size):
@@ -136,8 +141,14 @@ class PrivateComm(Comm):
         work.sent = self.sent(own.nbytes)
         return work
 
+    def poll(self) -> None:
+        self.pending.advance()
+
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
-        self._turn["exchange"] += 1
-        number = ("exchange", self._turn["exchange"])
+        key = (*self._ranks, "exchange")
+        self._turn[key] += 1
+        number = ("exchange", self._turn[key])
         self._send(number, label, [payload] * self.world_size)
+        deadline = time.monotonic() + PATIENCE_S
+        self.wait_until(lambda: self._arrived(number) or time.monotonic() > deadline, label)
         return self._receive(number, label, payload)

@@ -3,7 +3,8 @@
     one process                           SharedComm of a world of one
     a thread of `testing.run_threads`     SharedComm over threads
     gloo, all ranks on one Linux host     SharedComm over processes
-    gloo across hosts; nccl               DistComm
+    gloo across hosts                     DistComm; where several are on one, they have a SharedComm besides (`local`)
+    nccl                                  DistComm
 """
 
 from __future__ import annotations
@@ -163,15 +164,21 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         backend_for(device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not whichever is current
             dist.all_gather_object(places, (place, str(device.type), address, secret))  # trusted, as its processes are
-        same_host = len({other[:2] for other in places}) == 1 and places[0][0] is not None
+        here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
+        same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
             raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")
-        if choice == "dist" or not same_host or door is None:
+        if choice == "dist" or door is None or len(here) == 1:
             return DistComm(None, device, stall_timeout_s)
-        addresses = [address for _, _, address, _ in places]
-        transport = ProcessTransport(dist.get_rank(), door, addresses, places[0][3], stall_timeout_s)
-        comm = SharedComm(transport, device, stall_timeout_s)
-        comm.desk = ProcessDesk.among(comm, on_this_host=True)
+        transport = ProcessTransport(
+            here.index(dist.get_rank()), door, [places[rank][2] for rank in here], places[here[0]][3], stall_timeout_s
+        )
+        shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
+        if same_host:
+            shared.desk = ProcessDesk.among(shared, on_this_host=True)
+            return shared
+        comm = DistComm(None, device, stall_timeout_s)
+        comm.local, shared.desk = shared, comm.desk.of(here)
         return comm
     finally:
         if door is not None:

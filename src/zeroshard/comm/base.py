@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from .failure import Failure
 from .flight_recorder import Progress
 from .streams import Streams
 
+_PAUSE_S = 5e-5
 CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
 
 
@@ -80,6 +82,10 @@ class Work:
     def wait(self) -> None:
         """Return when the result is in place (GPU: when the current stream is ordered after it)."""
 
+    def ready(self) -> bool:
+        """True when `wait` would return at once."""
+        return True
+
     def drain(self) -> None:
         """Return when no rank reads the source any more."""
         self.wait()
@@ -96,9 +102,9 @@ class Hops(Work):
     over: `Pending` holds it until then. Else both are put in line on the side stream.
     """
 
-    def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent) -> None:
+    def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
         """sent: of both."""
-        self.comm, self.first, self.second, self._go_on, self.sent = comm, first, Work(), go_on, sent
+        self.comm, self.first, self.second, self._go_on, self.sent, self.label = comm, first, Work(), go_on, sent, label
         self._begun = self._over = False
         self._ticket: Any = None
         if comm.waits_on_host:
@@ -119,14 +125,19 @@ class Hops(Work):
         self.take((self.second.square_sum, self.second.culprits))
         self._over = True
 
+    def ready(self) -> bool:
+        if not self.comm.waits_on_host:
+            return self._ticket is None
+        self.comm.pending.advance()
+        return self._over or (self._begun and self.second.ready())
+
     def wait(self) -> None:
-        if self.comm.waits_on_host:
-            self.comm.pending.advance(wait=True)
-            if not self._over:
-                self._finish()
-        elif self._ticket is not None:
-            self.comm.streams.join(self._ticket)
+        if not self.comm.waits_on_host:
+            self.comm.streams.join(self._ticket) if self._ticket is not None else None
             self._ticket = None
+        elif not self._over:
+            self.comm.wait_until(self.ready, self.label)
+            self._finish()
 
     def drain(self) -> None:
         self.wait()
@@ -136,30 +147,25 @@ class Hops(Work):
     def drained(self) -> bool:
         if not self.comm.waits_on_host:
             return self._ticket is None
-        self.comm.pending.advance(wait=False)
-        return self._begun and self.first.drained() and self.second.drained()
+        return self.ready() and self.first.drained() and self.second.drained()
 
 
 class Pending:
-    """Hops of which the second collective has not begun: whoever waits for peers begins them first, since peers may wait for those.
-
-    In the order in which they were started, the same on all ranks, so that no circle of waiting ranks can come about.
-    """
+    """Hops of which the second collective has not begun. Whoever waits for anything goes on with them: peers may wait for those."""
 
     def __init__(self) -> None:
         self.items: list[Hops] = []
         self._busy = False
 
-    def advance(self, wait: bool) -> None:
-        """Begin the second collectives whose first are over; wait: of all."""
+    def advance(self) -> None:
+        """Begin the second collectives whose first are over."""
         if self._busy or not self.items:
             return
         self._busy = True
         try:
-            for hops in list(self.items):
-                if wait or hops.first.drained():
-                    self.items.remove(hops)
-                    hops.begin()
+            for hops in [hops for hops in self.items if hops.first.ready()]:
+                self.items.remove(hops)
+                hops.begin()
         finally:
             self._busy = False
 
@@ -322,6 +328,12 @@ class Comm(ABC):
     def peers_wait(self) -> bool:
         """True if a peer may be waiting for this rank, so that waiting for it could go on for ever."""
         return True
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        """Return when `done`; go on with all that peers may wait for."""
+        while not done():
+            self.poll()
+            time.sleep(_PAUSE_S)
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

@@ -22,6 +22,7 @@ from .status_server import Desk, ThreadDesk
 from .transport import ThreadTransport, Transport
 
 NOTE_AFTER_S = 0.05  # a wait longer than this is announced to the peers
+_PAUSE_S = 1e-4
 CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a deadlock
 
 
@@ -41,6 +42,9 @@ class Meeting(Work):
     def wait(self) -> None:
         if not self.finished:
             self.hub.wait_for(lambda: self.finished, lambda: self._without(self.hub.arrived[self.key]), self.label)
+
+    def ready(self) -> bool:
+        return self.finished
 
     def drained(self) -> bool:
         return self.over or (self.finished and len(self.hub.read[self.key]) == len(self.peers))
@@ -137,8 +141,11 @@ class Hub:
         """Take what has come, and read what is ready."""
         while (item := self.transport.receive(0)) is not None:
             self._take(*item)
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._read_ready()
-        self.pending.advance(wait=False)
+        self.pending.advance()
 
     def _read_ready(self) -> None:
         for key in [key for key, work in self._open.items() if work.arrived()]:
@@ -169,16 +176,17 @@ class Hub:
 
     def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         """Receive until `done`; raise when a rank in `missing` can not come any more."""
-        self.pending.advance(wait=True)
         begin, noted = time.monotonic(), False
         self.progress.wait(label, missing)
-        self._read_ready()
+        self._go_on()
         while not done():
-            item = self.transport.receive(0.2 if noted else NOTE_AFTER_S)
+            patience = _PAUSE_S if self.pending.items else 0.2 if noted else NOTE_AFTER_S  # nobody wakes it for those
+            item = self.transport.receive(patience)
             if item is not None:
                 self._take(*item)
-                self._read_ready()
-                self.pending.advance(wait=False)
+            if item is not None or self.pending.items:
+                self._go_on()
+            if item is not None:
                 continue
             waited = time.monotonic() - begin
             self.check_peers(missing(), label)
@@ -194,6 +202,10 @@ class Hub:
     def place(self, label: str) -> str:
         """A label with the step in which this rank is, for errors."""
         return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
+
+    def gone(self) -> list[int]:
+        """Peers that went without a word."""
+        return [peer for peer, reason in self._lost.items() if reason == GONE]
 
     def check_peers(self, missing: list[int], label: str) -> None:
         """Raise where a rank has failed, or one that is waited for is gone."""

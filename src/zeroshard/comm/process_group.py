@@ -13,6 +13,7 @@ import copy
 import datetime
 import functools
 import struct
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,27 +27,43 @@ from ..utils import torch_compat
 from .base import Combine, Comm, Outcome, Region, Work, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
+from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
+_WAITERS = 16  # collectives that are waited for at a time
+_PAUSE_S = 1e-4
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
 
 class _DistWork(Work):
-    """c10d works (their tensors are kept alive until they are waited for)."""
+    """c10d works (their tensors are kept alive until they are waited for).
 
-    def __init__(self, comm: DistComm, works: list, label: str) -> None:
+    Gloo's can not be asked whether they are done: where somebody has to know, a thread waits for them (`transfer`).
+    """
+
+    def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
         self.comm, self.works, self.label = comm, works, label
+        self.transfer: Future | None = None
+        if (watch or comm.beside) and not comm.ordered:
+            self.transfer = comm.waiter.submit(_wait_all, works)
+
+    def ready(self) -> bool:
+        return self.transfer.done() if self.transfer is not None else not self.works
 
     def wait(self) -> None:
-        self.comm.pending.advance(wait=True)
         works, self.works = self.works, []
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None and self.comm.beside:
+            self.comm.wait_until(transfer.done, self.label)
         with self.comm.explained(self.label):
-            for work in works:
+            for work in works if transfer is None else ():
                 work.wait()
+            if transfer is not None:
+                transfer.result()
 
     def drained(self) -> bool:
-        return not self.works
+        return self.transfer is None and not self.works
 
 
 class _Collected(_DistWork):
@@ -57,15 +74,12 @@ class _Collected(_DistWork):
     """
 
     def __init__(self, comm: DistComm, works: list, label: str, compute: Callable[[], Outcome | None]) -> None:
-        super().__init__(comm, works, label)
+        super().__init__(comm, works, label, watch=True)
         self.compute: Callable[[], Outcome | None] | None = compute
         self.ticket: Any = None
-        self.transfer: Future | None = None
-        if comm.ordered:  # these wait on streams, not on the host: the sum can be put in line at once
+        if comm.ordered:  # these wait on streams, not on the host: what is made of them can be put in line at once
             outcome, self.ticket = comm.streams.run_beside(self._transfer_and_combine)
             self.take(outcome)
-        else:  # gloo's works can not be asked whether they are done: a thread waits for them
-            self.transfer = comm.waiter.submit(_wait_all, works)
 
     def _transfer_and_combine(self) -> Outcome | None:
         super().wait()
@@ -77,12 +91,8 @@ class _Collected(_DistWork):
         return compute()
 
     def wait(self) -> None:
-        self.comm.pending.advance(wait=True)
         if self.transfer is not None:
-            transfer, self.transfer = self.transfer, None
-            with self.comm.explained(self.label):
-                transfer.result()
-            self.works = []
+            super().wait()
             self.take(self._combine())
         if self.ticket is not None:
             self.comm.streams.join(self.ticket)
@@ -162,7 +172,8 @@ class DistComm(Comm):
         self.ordered = self.backend != "gloo" if ordered is None else ordered
         self.waits_on_host = self.backend == "gloo"
         self.streams = streams or streams_for(device)
-        self.waiter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroshard-gloo")
+        self.waiter = ThreadPoolExecutor(max_workers=_WAITERS, thread_name_prefix="zeroshard-gloo")
+        self.beside: list[Callable[[], None]] = []  # what has to go on while this rank waits: peers may need it
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # of a subgroup
@@ -179,6 +190,13 @@ class DistComm(Comm):
     @property
     def ranks(self) -> list[int]:
         return self._ranks
+
+    def join(self, local: SharedComm) -> None:
+        """From now on who waits here goes on with what ranks of the same host wait for, and the other way round."""
+        if self.beside:
+            return
+        local.pending = self.pending
+        self.beside.append(local.serve)
 
     @property
     def root(self) -> DistComm:
@@ -246,12 +264,11 @@ class DistComm(Comm):
         name = label.encode()
         body = struct.pack("<II", len(name), len(payload)) + name + payload
         self.progress.note(label)
-        self.pending.advance(wait=True)
         with self.explained(label):
-            frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES)
+            frames = self._all_gather_bytes(body[:_FRAME_NBYTES], _FRAME_NBYTES, label)
             sizes = [8 + sum(struct.unpack_from("<II", frame)) for frame in frames]
             if max(sizes) > _FRAME_NBYTES:
-                frames = self._all_gather_bytes(body, max(sizes))
+                frames = self._all_gather_bytes(body, max(sizes), label)
         return self._unpack(frames)
 
     def _unpack(self, frames: list[bytes]) -> list[bytes]:
@@ -266,15 +283,31 @@ class DistComm(Comm):
             raise CollectiveMismatch(f"ranks entered different operations ({places}).{hint}")
         return results
 
-    def _all_gather_bytes(self, body: bytes, nbytes: int) -> list[bytes]:
+    def _all_gather_bytes(self, body: bytes, nbytes: int, label: str) -> list[bytes]:
         mine = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(everyone, mine, group=self._control)
+        work = dist.all_gather(everyone, mine, group=self._control, async_op=True)
+        if self.beside:
+            self.wait_until(work.is_completed, label)
+        work.wait()
         return [part.numpy().tobytes() for part in everyone]
 
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        deadline = time.monotonic() + self.stall_timeout_s
+        with self.explained(label):
+            while not done():
+                self.poll()
+                if self.desk.told is not None:
+                    raise self.desk.told.raised(self.place(label))
+                if time.monotonic() > deadline:
+                    raise RuntimeError("timed out")  # see `judge`
+                time.sleep(_PAUSE_S)
+
     def poll(self) -> None:
-        self.pending.advance(wait=False)
+        self.pending.advance()
+        for go_on in self.beside:
+            go_on()
 
     def leave(self) -> None:
         self.group = self._control = self._data = None  # that nothing here keeps them from ending

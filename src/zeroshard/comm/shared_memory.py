@@ -12,7 +12,7 @@ Messages, meetings and the ends of waits are the hub's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -191,6 +191,14 @@ class SharedComm(Comm):
 
     def peers_wait(self) -> bool:
         return self.hub.peers_wait()
+
+    def serve(self) -> None:
+        """Take what has come; raise where a peer has failed."""
+        self.hub.poll()
+        self.hub.check_peers(self.hub.gone(), "ranks of other hosts")
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        self.hub.wait_for(done, lambda: self.hub.others, label)
 
     def poll(self) -> None:
         self.hub.poll()

@@ -67,8 +67,29 @@ class Desk:
         """Of each rank, the number of its node; empty where that is not known."""
         return []
 
+    def of(self, ranks: list[int]) -> Desk:
+        """The same, where peers go by their place in `ranks`."""
+        return _Selected(self, ranks)
+
     def close(self) -> None:
         """Nobody can ask any more."""
+
+
+class _Selected(Desk):
+    """Some of the ranks that know a desk."""
+
+    def __init__(self, desk: Desk, ranks: list[int]) -> None:
+        self._desk, self._ranks = desk, ranks
+
+    def ask(self, peers: Collection[int]) -> Answers:
+        places = {self._ranks[peer]: peer for peer in peers}
+        return {places[rank]: answer for rank, answer in self._desk.ask(list(places)).items()}
+
+    def tell(self, peers: Collection[int], failure: Failure) -> None:
+        self._desk.tell([self._ranks[peer] for peer in peers], failure)
+
+    def how_it_ended(self, peer: int) -> str:
+        return self._desk.how_it_ended(self._ranks[peer])
 
 
 class ThreadDesk(Desk):

@@ -61,6 +61,10 @@ class StagingPool:
         assert numel * dtype.itemsize <= self.nbytes
         return self._prepare(self._find_free(), numel, dtype, whole)
 
+    def has_given(self) -> bool:
+        """True where not all buffers are taken."""
+        return any(not buffer.taken for buffer in self._buffers)
+
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
         for number, buffer in enumerate(self._buffers[: self.count]):

@@ -36,9 +36,20 @@ class Errors:
 
     def look(self, codec: Codec, values: Tensor, packed: Tensor, label: str, step: int) -> None:
         """Measure, if it is time to."""
-        if label not in self._step or step >= self._step[label] + _ERROR_EVERY:
-            self._step[label] = step
+        if self._is_time(label, step):
             self.found[label] = codec.error(values, packed)
+
+    def note(self, label: str, lost: Tensor, values: Tensor, step: int) -> None:
+        """As `look`, where what is lost is known."""
+        if self._is_time(label, step):
+            norm = values.float().norm().item()
+            self.found[label] = lost.norm().item() / norm if norm else 0.0
+
+    def _is_time(self, label: str, step: int) -> bool:
+        due = label not in self._step or step >= self._step[label] + _ERROR_EVERY
+        if due:
+            self._step[label] = step
+        return due
 
 
 class _Compressed(Wrapper):
@@ -128,6 +139,9 @@ class _Unpacked(Work):
         if unpack is not None:
             unpack()
 
+    def ready(self) -> bool:
+        return self._unpack is None or self.work.ready()
+
     def drain(self) -> None:
         self.wait()
         self.work.drain()
@@ -188,3 +202,4 @@ class CompressedReductions(_Compressed):
                 if (tag, rank) not in self.feedback.residuals:
                     self.ledger.enter(RESIDUALS, 4 * row.numel())
                 self.feedback.pack((tag, rank), row, part)
+                self.errors.note(label, self.feedback.residuals[tag, rank], row, self.progress.step)

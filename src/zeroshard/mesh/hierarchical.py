@@ -140,7 +140,7 @@ class HierarchicalComm(Wrapper):
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
             rows = Region(rows.tensor, rows.shards, number=number)  # at rest
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
-        slot, rows = self._take_rows(number, numel, full.dtype)
+        slot, rows = self._take_rows(number, numel, full.dtype, label)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
 
         def inside() -> Work:
@@ -151,9 +151,9 @@ class HierarchicalComm(Wrapper):
                 self._rows.give(slot, work)
             return work
 
-        return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype))
+        return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
 
-    def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[int, Region]:
+    def _take_rows(self, number: int, numel: int, dtype: torch.dtype, label: str) -> tuple[int, Region]:
         """Where the first hop leaves its result: (numel,)."""
         if number in self._secondary:
             pool = self._secondary[number]
@@ -161,6 +161,7 @@ class HierarchicalComm(Wrapper):
             pool.give(0, None)
             return 0, rows
         assert self._rows is not None
+        self.comm.wait_until(self._rows.has_given, label)
         return self._rows.take(numel, dtype, whole=False)
 
     def reduce(
@@ -168,6 +169,7 @@ class HierarchicalComm(Wrapper):
     ) -> Work:
         numel, dtype = out.numel() * self.outer.world_size, self.sums or source.tensor.dtype
         assert self._sums is not None
+        self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(numel, dtype)
         first = self.inner.reduce(
             self._part(source, self._near), sums.tensor, scale=1.0, accumulate=False, tag=tag, label=label
@@ -178,7 +180,7 @@ class HierarchicalComm(Wrapper):
             self._sums.give(slot, work)
             return work
 
-        return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype))
+        return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
         raise NotImplementedError("two hops sum twice: reduce")

@@ -8,8 +8,6 @@ All groups end with the same bits: each element is summed once, by one rank, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -58,6 +56,7 @@ class ReplicatedComm(Wrapper):
     ) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
         assert self._sums is not None
+        self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=1.0, accumulate=False, tag=tag, label=label)
 
@@ -65,40 +64,21 @@ class ReplicatedComm(Wrapper):
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
             work = self.outer.reduce(sums, part, scale=scale, accumulate=False, tag=tag, label=label)
-            return Hops(self.comm, work, copy, Sent())
+            return Hops(self.comm, work, copy, Sent(), label)
 
         def copy() -> Work:
             work = self.outer.gather(sums.tensor, sums, label, tag=tag)
-            return _Filled(work, lambda: self._fill(out, sums.tensor[:numel], accumulate, slot, work))
+            return Hops(self.comm, work, lambda: fill(work), Sent(), label)
 
-        return Hops(self.comm, first, across, self.volume("reduce", numel, sent))
+        def fill(work: Work) -> Work:
+            total = sums.tensor[:numel]
+            out.add_(total) if accumulate else out.copy_(total)
+            self._sums.give(slot, work)
+            return Work()
 
-    def _fill(self, out: Tensor, total: Tensor, accumulate: bool, slot: int, work: Work) -> None:
-        out.add_(total) if accumulate else out.copy_(total)
-        assert self._sums is not None
-        self._sums.give(slot, work)
+        return Hops(self.comm, first, across, self.volume("reduce", numel, sent), label)
 
     def poll(self) -> None:
         self.comm.poll()
         self.outer.poll()
 
-
-class _Filled(Work):
-    """Calls `fill` once, when `work` is over."""
-
-    def __init__(self, work: Work, fill: Callable[[], None]) -> None:
-        self.work, self.fill = work, fill
-        self._filled = False
-
-    def wait(self) -> None:
-        self.work.wait()
-        if not self._filled:
-            self._filled = True
-            self.fill()
-
-    def drain(self) -> None:
-        self.wait()
-        self.work.drain()
-
-    def drained(self) -> bool:
-        return self._filled and self.work.drained()

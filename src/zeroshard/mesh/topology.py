@@ -129,7 +129,7 @@ def _halves(comm: Comm, parts: Parts) -> tuple[Comm, Comm]:
     """The Comm of this rank's part, and that of the ranks at the same place in every part."""
     if parts == _hosts(comm) and comm.local is not None:
         inner = comm.local
-        inner.pending = comm.pending  # they wait for each other's ranks
+        comm.join(inner)
     else:
         inner = comm.subgroup(parts)
     return inner, comm.subgroup([list(place) for place in zip(*parts, strict=True)])
