@@ -22,8 +22,12 @@ and save 0.8% of the bytes (int8, blocks of 256). The least step keeps quotients
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
 from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -73,7 +77,7 @@ class BlockCodec(Codec):
 
     def _pack(self, values: Tensor, out: Tensor) -> None:
         numel, device = values.numel(), values.device
-        if (kernels := _triton_for(values, out, self)) is not None:
+        if (kernels := _triton_for(values, out)) is not None:
             return kernels.pack(self, values, out)
         steps = torch.empty(self.nblocks(numel), 1, dtype=torch.float32, device=device)
         codes = out[steps.numel() * STEP_NBYTES :]
@@ -107,7 +111,7 @@ class BlockCodec(Codec):
             target.copy_(scratch[: target.numel()])
 
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
-        if (kernels := _triton_for(out, packed, self)) is not None:
+        if (kernels := _triton_for(out, packed)) is not None:
             return kernels.unpack(self, packed, numel, begin, out, add=False)
         first, count = begin // self.block, self.nblocks(out.numel())
         steps = torch.empty(count, 1, dtype=torch.float32, device=out.device)
@@ -125,8 +129,8 @@ class BlockCodec(Codec):
     def _decode(self, codes: Tensor, out: Tensor) -> None:
         """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`."""
 
-    def _sum_stretch(self, parts, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        kernels = _triton_for(total, parts[0], self)
+    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        kernels = _triton_for(total, parts[0])
         if kernels is None:
             return super()._sum_stretch(parts, numel, begin, total, term)
         for part in parts:
@@ -243,7 +247,7 @@ def codec_of(name: str, block: int = DEFAULT_BLOCK) -> Codec:
     return CODECS[name](block)
 
 
-def stretches(numel: int, block: int, chunk: int):
+def stretches(numel: int, block: int, chunk: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, width): stretches of whole blocks, at most `chunk` values or one block, then the block that is not whole."""
     whole = numel // block * block
     chunk = max(chunk // block, 1) * block
@@ -257,10 +261,16 @@ def _bytes(steps: Tensor, packed: Tensor) -> Tensor:
     return packed[: steps.numel() * STEP_NBYTES]
 
 
-def _triton_for(values: Tensor, packed: Tensor, codec: BlockCodec):
-    """The module of Triton's kernels where they can be used on these tensors, else None."""
-    if values.device.type != "cuda":
+def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:
+    """The module of Triton's kernels where they can be used on these tensors, else None: torch's kernels do the same."""
+    if values.device.type != "cuda" or packed.data_ptr() % STEP_NBYTES or not _has_triton(values.device):
         return None
     from . import triton_kernels
 
-    return triton_kernels if triton_kernels.usable(values.device, packed, codec.name) else None
+    return triton_kernels
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Triton is installed and compiles for this GPU."""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)

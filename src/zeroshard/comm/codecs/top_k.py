@@ -12,6 +12,7 @@ of a slice stays visible. Alone it stalls, since small values never arrive: use 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class TopK(Codec):
         if numel:
             self._unpack(packed, out)
 
-    def _sum_stretch(self, parts, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
         self._unpack_stretch(parts[0], numel, begin, total)
         for part in parts[1:] if numel else ():  # places of one part differ: each value is added once, in the order of parts
             values, places = self._taken(part, numel)
