@@ -119,15 +119,18 @@ class BlockCodec(Codec):
         if self.unit != 1.0:
             steps.mul_(self.unit)
         codes = packed[self.nblocks(numel) * STEP_NBYTES + self._codes_nbytes(begin) :]
-        chunk = CPU_CHUNK_NUMEL if out.device.type == "cpu" else out.numel()
+        chunk = min(CPU_CHUNK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
+        scratch = torch.empty(max(chunk, self.block), dtype=torch.int16, device=out.device) if self.decodes_in_passes else None
         for at, end, width in stretches(out.numel(), self.block, chunk):
             target = out[at:end].view(-1, width)
-            self._decode(codes[self._codes_nbytes(at) : self._codes_nbytes(end)], target)
+            self._decode(codes[self._codes_nbytes(at) : self._codes_nbytes(end)], target, scratch)
             target.mul_(steps[at // self.block : -(-end // self.block)])
 
+    decodes_in_passes = False  # `_decode` has use for memory of its own
+
     @abstractmethod
-    def _decode(self, codes: Tensor, out: Tensor) -> None:
-        """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`."""
+    def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
+        """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`; scratch: int16, as large as out or larger."""
 
     def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
         kernels = _triton_for(total, parts[0])
@@ -182,7 +185,7 @@ class Int8(BlockCodec):
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
         codes.copy_(quotients.view(torch.int32).view(-1))  # the low byte
 
-    def _decode(self, codes: Tensor, out: Tensor) -> None:
+    def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
         out.view(-1).copy_(codes.view(torch.int8))
 
 
@@ -205,11 +208,15 @@ class Int4(Int8):
         codes.view(-1, half).copy_(bits[:, :half])
         codes.bitwise_xor_(0x88)  # from "8 more" to two's complement
 
-    def _decode(self, codes: Tensor, out: Tensor) -> None:
-        half = -(-out.shape[1] // 2)
-        nibbles = codes.view(torch.int8).view(-1, half)
-        out[:, :half].copy_(nibbles << 4)
-        out[:, half:].copy_((nibbles & -16)[:, : out.shape[1] - half])
+    decodes_in_passes = True
+
+    def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
+        assert scratch is not None
+        (n, width), half = out.shape, -(-out.shape[1] // 2)
+        codes, nibbles = codes.view(torch.int8).view(n, half), scratch.view(torch.int8)[: n * 2 * half].view(n, 2 * half)
+        torch.bitwise_left_shift(codes, 4, out=nibbles[:, :half])
+        torch.bitwise_and(codes, -16, out=nibbles[:, half:])
+        out.copy_(nibbles[:, :width])
 
 
 class Fp8(BlockCodec):
@@ -225,9 +232,12 @@ class Fp8(BlockCodec):
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
         codes.view(torch.float8_e4m3fn).copy_(quotients.view(-1))
 
-    def _decode(self, codes: Tensor, out: Tensor) -> None:
+    decodes_in_passes = True
+
+    def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
         """By way of fp16, which has the same bits with one more in the exponent: torch's own conversion takes ten times as long."""
-        bits = codes.view(torch.int8).to(torch.int16)  # the sign in all upper bits
+        assert scratch is not None
+        bits = scratch[: codes.numel()].copy_(codes.view(torch.int8))  # the sign in all upper bits
         bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.view(-1).copy_(bits.view(torch.float16))
 

@@ -51,19 +51,18 @@ class LowRank:
         generator = torch.Generator().manual_seed(seed)
         self._matrices: list[_Matrix] = []
         self._plain: list[slice] = []  # stretches that travel as they are
-        at = 0
+        end = plain_begin = 0
         for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
-            end = offset + math.prod(shape)
-            if offset < at or end > numel:
-                raise ValueError(f"low_rank: slot of {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
+            begin, end = end, offset + math.prod(shape)
+            if offset < begin or end > numel:
+                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
-            if rank * (n + m) >= n * m:
-                continue
-            q = torch.randn(m, rank, generator=generator).to(device)
-            self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
-            self._plain.append(slice(at, offset))
-            at = end
-        self._plain = [part for part in (*self._plain, slice(at, numel)) if part.start < part.stop]
+            if rank * (n + m) < n * m:
+                q = torch.randn(m, rank, generator=generator).to(device)
+                self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
+                self._plain.append(slice(plain_begin, offset))
+                plain_begin = end
+        self._plain = [part for part in (*self._plain, slice(plain_begin, numel)) if part.start < part.stop]
 
     @property
     def sent_numel(self) -> int:
