@@ -1,0 +1,145 @@
+"""The Codec interface, and error feedback over any codec.
+
+    values (numel,) --pack--> packed (packed_nbytes,) uint8 --unpack--> out (numel,)
+    parts of several ranks --unpack_sum--> out (numel,) = [out +] scale * their sum, in fp32, in the order of parts
+
+How many bytes there are follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
+every rank, whatever its device.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..base import CHUNK_NUMEL
+
+
+class Codec(ABC):
+    """Values of a flat tensor as fewer bytes. Stateless: who keeps errors for feedback is the caller (`ErrorFeedback`).
+
+    Values that are not finite must not be seen as finite after `unpack`: overflow of gradients is found there.
+    """
+
+    name: str
+
+    @abstractmethod
+    def packed_nbytes(self, numel: int) -> int:
+        """Bytes of `numel` packed values: a multiple of 4, 0 of none."""
+
+    def pack(self, values: Tensor, out: Tensor) -> None:
+        """Fill `out` (packed_nbytes(numel),) uint8 from `values` (numel,) fp32, fp64, bf16 or fp16, both contiguous.
+
+        fp64 is taken as fp32. Raises ValueError for other shapes, dtypes or devices.
+        """
+        self._check(values, out, "values")
+        if values.numel():
+            self._pack(values, out)
+
+    def unpack(self, packed: Tensor, out: Tensor) -> None:
+        """Fill `out` (numel,) of any floating dtype from `packed` (packed_nbytes(numel),) uint8, both contiguous."""
+        self._check(out, packed, "out")
+        if out.numel():
+            self._unpack(packed, out)
+
+    def unpack_sum(self, parts: Sequence[Tensor], out: Tensor, *, scale: float, accumulate: bool) -> float | None:
+        """out = [out +] scale * (unpacked parts[0] + parts[1] + ...), fp32, in the order of parts.
+
+        The bits are those of `unpack` into fp32 tensors and `comm.base.sum_in_rank_order` of these. Returns the sum of
+        out's squares where that is free (CPU, out fp32), else None.
+        """
+        for part in parts:
+            self._check(out, part, "out")
+        numel, on_host = out.numel(), out.device.type == "cpu"
+        chunk = min(CHUNK_NUMEL, numel) if on_host and self.chunked else numel
+        direct = out.dtype == torch.float32 and not accumulate
+        scratch = None if direct else torch.empty(chunk, dtype=torch.float32, device=out.device)
+        term = torch.empty(chunk if len(parts) > 1 else 0, dtype=torch.float32, device=out.device)
+        square_sum = 0.0 if on_host and out.dtype == torch.float32 else None
+        for begin in range(0, numel, max(chunk, 1)):
+            target = out[begin : begin + chunk]
+            total = target if scratch is None else scratch[: target.numel()]
+            self._sum_stretch(parts, numel, begin, total, term[: total.numel()])
+            if scale != 1.0:
+                total.mul_(scale)
+            if scratch is not None:
+                target.add_(total) if accumulate else target.copy_(total)
+            if square_sum is not None:  # dot products of the chunks of `square_sum` in comm.base
+                square_sum += sum(torch.dot(piece, piece).item() for piece in target.split(CHUNK_NUMEL))
+        return square_sum
+
+    def error(self, values: Tensor, packed: Tensor) -> float:
+        """|values - unpacked| / |values|, for reports. 0 where values are all zero."""
+        exact = values.double()
+        found = torch.empty_like(values, dtype=torch.float32)
+        self.unpack(packed, found)
+        norm = exact.norm().item()
+        return 0.0 if norm == 0 else (exact - found).norm().item() / norm
+
+    # -- what a codec brings -----------------------------------------------------------------------------------------
+
+    chunked = True  # `_unpack_stretch` costs what the stretch costs, wherever it begins
+
+    @abstractmethod
+    def _pack(self, values: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _unpack(self, packed: Tensor, out: Tensor) -> None: ...
+
+    @abstractmethod
+    def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
+        """out (n,), fp32 = values begin to begin + n of the `numel` that are packed; `begin` is a multiple of CHUNK_NUMEL."""
+
+    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        """total (n,) = the sum of that stretch of all parts, in their order; term (n,): scratch. Both fp32."""
+        self._unpack_stretch(parts[0], numel, begin, total)
+        for part in parts[1:]:
+            self._unpack_stretch(part, numel, begin, term)
+            total.add_(term)
+
+    def _check(self, values: Tensor, packed: Tensor, name: str) -> None:
+        nbytes = self.packed_nbytes(values.numel())
+        if values.dim() != 1 or not values.dtype.is_floating_point or values.dtype.itemsize < 2 or not values.is_contiguous():
+            raise ValueError(f"{self.name}: {name}: expected a contiguous (numel,) of fp32, fp64, bf16 or fp16, got {_what(values)}")
+        if packed.shape != (nbytes,) or packed.dtype != torch.uint8 or not packed.is_contiguous():
+            raise ValueError(f"{self.name}: packed: expected a contiguous ({nbytes},) of uint8, got {_what(packed)}")
+        if values.device != packed.device:
+            raise ValueError(f"{self.name}: {name} is on {values.device}, packed bytes on {packed.device}; move one of them")
+
+
+def _what(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}" + (
+        "" if tensor.is_contiguous() else ", not contiguous"
+    )
+
+
+class ErrorFeedback:
+    """What packing lost is added to the next values of the same buffer (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
+
+        values + residual --pack--> out;   residual = values + residual - unpack(out)
+
+    residuals: buffer -> (numel,) fp32, the only state. It belongs to the rank, and to the number of values in each buffer.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.residuals: dict[Hashable, Tensor] = {}
+
+    def pack(self, buffer: Hashable, values: Tensor, out: Tensor) -> None:
+        """`Codec.pack` of the values and what is left of those before. What was not finite leaves nothing behind."""
+        residual = self.residuals.get(buffer)
+        if residual is None or residual.shape != values.shape:
+            residual = self.residuals[buffer] = torch.zeros_like(values, dtype=torch.float32)
+        residual.add_(values)
+        self.codec.pack(residual, out)
+        square_sum = self.codec.unpack_sum([out], residual, scale=-1.0, accumulate=True)
+        if square_sum is None or not math.isfinite(square_sum):
+            residual.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def clear(self) -> None:
+        """Forget all residuals, as after a load of other values."""
+        self.residuals.clear()

@@ -1,0 +1,109 @@
+"""PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
+
+    M (n, m)  the gradient of a matrix on this rank, and the error that was left of the last one
+    P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
+    Q (m, r) = mean over ranks of M^T P                       one all-reduce of all Q
+    M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
+
+Q is that of the last step: one step of subspace iteration each time, so P and Q follow the largest singular vectors. Vectors,
+and matrices that would not become smaller, travel as they are. All ranks start from the same Q, and orthogonalize the same P.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+
+@dataclass
+class _Matrix:
+    """One compressed slot; its state lives as long as the LowRank that it belongs to."""
+
+    offset: int
+    shape: tuple[int, int]  # (n, m): the first dimension, and all others together
+    q: Tensor  # (m, r) fp32: the mean Q of the last step
+    error: Tensor  # (n, m) fp32: what was left of this rank's last gradient
+
+
+class LowRank:
+    """The mean over ranks of a flat gradient, of which matrices are sent in rank `rank`.
+
+    Args:
+        slots: (offset, shape) of each parameter in the flat buffer, in elements; what lies between them travels plain.
+        numel: elements of the flat buffer.
+        rank: r; higher sends more and loses less.
+        seed: of the first Q: the same on every rank.
+    """
+
+    def __init__(
+        self, slots: Sequence[tuple[int, Sequence[int]]], numel: int, *, rank: int = 4, seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
+        self.rank, self.numel = rank, numel
+        generator = torch.Generator().manual_seed(seed)
+        self._matrices: list[_Matrix] = []
+        self._plain: list[slice] = []  # stretches that travel as they are
+        end = plain_begin = 0
+        for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
+            begin, end = end, offset + math.prod(shape)
+            if offset < begin or end > numel:
+                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
+            n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+            if rank * (n + m) < n * m:
+                q = torch.randn(m, rank, generator=generator).to(device)
+                self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
+                self._plain.append(slice(plain_begin, offset))
+                plain_begin = end
+        self._plain = [part for part in (*self._plain, slice(plain_begin, numel)) if part.start < part.stop]
+
+    @property
+    def sent_numel(self) -> int:
+        """Values that one `reduce` gives to its two all-reduces, of `numel`."""
+        return sum(part.stop - part.start for part in self._plain) + sum(self.rank * sum(each.shape) for each in self._matrices)
+
+    @property
+    def state_numel(self) -> int:
+        """fp32 values kept between steps: errors and Qs."""
+        return sum(each.error.numel() + each.q.numel() for each in self._matrices)
+
+    @torch.no_grad()
+    def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
+        """flat (numel,) of any floating dtype, this rank's gradient, becomes the mean over ranks as far as it was sent.
+
+        all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. A gradient
+        that is not finite on any rank comes out not finite on all, and leaves no error behind.
+        """
+        for each in self._matrices:
+            each.error.add_(self._of(flat, each))  # from here on the M of this step
+        thin = [each.error @ each.q for each in self._matrices]
+        plain = [flat[part].float() for part in self._plain]
+        means = _split(all_reduce_mean(_joined(thin + plain, flat)), thin + plain)
+        for part, mean in zip(self._plain, means[len(thin) :], strict=True):
+            flat[part].copy_(mean)
+        # QR, not Gram-Schmidt: columns are orthonormal even of a gradient of zeros or of less than full rank
+        ps = [torch.linalg.qr(mean).Q for mean in means[: len(thin)]]
+        own = [each.error.T @ p for each, p in zip(self._matrices, ps, strict=True)]
+        for each, p, q, mean in zip(self._matrices, ps, own, _split(all_reduce_mean(_joined(own, flat)), own), strict=True):
+            self._of(flat, each).copy_(p @ mean.T)
+            each.error.addmm_(p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
+            each.q = mean.nan_to_num(0.0, 0.0, 0.0)
+
+    @staticmethod
+    def _of(flat: Tensor, matrix: _Matrix) -> Tensor:
+        return flat[matrix.offset : matrix.offset + math.prod(matrix.shape)].view(matrix.shape)
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else torch.empty(0, device=like.device)
+
+
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    return [part.view(each.shape) for part, each in zip(flat.split([each.numel() for each in like]), like, strict=True)]

@@ -1,0 +1,88 @@
+"""Top-k: the largest values of a slice with their places, nothing of the others (Lin et al., arXiv 1712.01887, section 3).
+
+    packed = values | places | zeros          k = max(1, ceil(ratio * numel)), at most numel
+             values: k x fp32
+             places: k x index of the value, rising: 2 bytes each (unsigned) for up to 2^16 values, else 4
+             zeros:  until the number of bytes is a multiple of 4
+
+Of equal magnitudes those that come first are taken, so equal values give equal bytes. Infinities and NaN count as largest: one
+of a slice stays visible. Alone it stalls, since small values never arrive: use it with `ErrorFeedback`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from .base import Codec
+
+
+class TopK(Codec):
+    """The `ratio` of a slice's values that are largest in magnitude, exact in fp32."""
+
+    name = "top_k"
+    chunked = False  # any place may be in any stretch
+
+    def __init__(self, ratio: float = 0.01) -> None:
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1:
+            raise ConfigError(f"top_k: ratio: expected a number above 0, at most 1, got {ratio!r}")
+        self.ratio = ratio
+
+    def __repr__(self) -> str:
+        return f"top_k of {self.ratio:g}"
+
+    def kept(self, numel: int) -> int:
+        """k: how many of `numel` values are sent."""
+        return min(max(math.ceil(self.ratio * numel), 1), numel)
+
+    def packed_nbytes(self, numel: int) -> int:
+        return self.kept(numel) * (4 + _place_dtype(numel).itemsize) + 3 & -4
+
+    def _pack(self, values: Tensor, out: Tensor) -> None:
+        numel, k = values.numel(), self.kept(values.numel())
+        values = values.float()
+        places = _largest(values, k)
+        out[: 4 * k].copy_(values[places].view(torch.uint8))
+        end = 4 * k + k * _place_dtype(numel).itemsize
+        out[4 * k : end].copy_(places.to(_place_dtype(numel)).view(torch.uint8))
+        out[end:].zero_()
+
+    def _unpack(self, packed: Tensor, out: Tensor) -> None:
+        values, places = self._taken(packed, out.numel())
+        out.zero_()
+        out[places] = values.to(out.dtype)
+
+    def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
+        assert begin == 0 and out.numel() == numel
+        if numel:
+            self._unpack(packed, out)
+
+    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        self._unpack_stretch(parts[0], numel, begin, total)
+        for part in parts[1:] if numel else ():  # places of one part differ: each value is added once, in the order of parts
+            values, places = self._taken(part, numel)
+            total.index_add_(0, places, values)
+
+    def _taken(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """(k,) fp32 and (k,) int64: clones, since the bytes may begin at any address."""
+        k, dtype = self.kept(numel), _place_dtype(numel)
+        values = packed[: 4 * k].clone().view(torch.float32)
+        places = packed[4 * k : 4 * k + k * dtype.itemsize].clone().view(dtype).long()
+        return values, places & 0xFFFF if dtype is torch.int16 else places
+
+
+def _place_dtype(numel: int) -> torch.dtype:
+    return torch.int16 if numel <= 1 << 16 else torch.int32
+
+
+def _largest(values: Tensor, k: int) -> Tensor:
+    """(k,) int64, rising: the places of the largest magnitudes of (numel,) fp32, the first of equal ones."""
+    magnitudes = values.view(torch.int32) & 0x7FFFFFFF  # in the order of magnitudes, NaN above infinity
+    least = magnitudes.topk(k, sorted=False).values.amin()
+    above, equal = magnitudes > least, magnitudes == least
+    room = k - above.sum()
+    return torch.nonzero_static(above | (equal & (equal.cumsum(0) <= room)), size=k).view(-1)

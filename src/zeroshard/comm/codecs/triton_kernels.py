@@ -1,0 +1,120 @@
+"""Block quantization on a GPU, in one pass each way: what block_quantization.py describes, with equal bytes.
+
+A program takes some blocks, reads their values once and writes codes and steps: five bytes a value for int8, where torch's
+operations one after the other move some fifty. Division is rounded to nearest (`div_rn`) and fused multiply-add is off, so the
+bits are those of torch's kernels; e4m3 is made by integer arithmetic, which every GPU has. Imported only where
+`block_quantization` has found Triton and a GPU for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .block_quantization import BlockCodec
+
+PROGRAM_NUMEL = 2048  # values of one program: some blocks, or one that is longer
+INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_KINDS = {"int8": 0, "int4": 1, "fp8": 2}
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)  # see block_quantization.ROUNDING
+_SMALL_ROUNDING = tl.constexpr(1.5 * 2.0**14)  # the same for multiples of 2^-9
+_LEAST_STEP = tl.constexpr(2.0**-100)
+
+
+def pack(codec: BlockCodec, values: Tensor, out: Tensor) -> None:
+    """values (numel,) of any floating dtype -> out (packed_nbytes(numel),) uint8, at an address that 4 divides."""
+    numel, nblocks = values.numel(), codec.nblocks(values.numel())
+    if values.dtype == torch.float64:
+        values = values.float()
+    steps, codes = out[: 4 * nblocks].view(torch.float32), out[4 * nblocks :]
+    codes[codec._codes_nbytes(numel) :].zero_()
+    rows = max(PROGRAM_NUMEL // codec.block, 1)
+    _pack[(-(-nblocks // rows),)](
+        values, steps, codes, numel, BLOCK=codec.block, ROWS=rows, KIND=_KINDS[codec.name], FACTOR=1 / codec.most,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def unpack(codec: BlockCodec, packed: Tensor, numel: int, begin: int, out: Tensor, *, add: bool) -> None:
+    """out (n,) fp32 = [out +] values begin to begin + n of the `numel` packed ones; begin is a multiple of the block."""
+    steps = packed[: 4 * codec.nblocks(numel)].view(torch.float32)[begin // codec.block :]
+    codes = packed[4 * codec.nblocks(numel) + codec._codes_nbytes(begin) :]
+    rows = max(PROGRAM_NUMEL // codec.block, 1)
+    _unpack[(-(-codec.nblocks(out.numel()) // rows),)](
+        steps, codes, out, out.numel(), BLOCK=codec.block, ROWS=rows, KIND=_KINDS[codec.name], ADD=add, enable_fp_fusion=False
+    )
+
+
+@triton.jit
+def _quotient(x, step, bad):
+    """x / step, rounded to nearest; 0 in blocks that are not finite."""
+    x, step = tl.broadcast(x, step)
+    return tl.where(bad, 0.0, tl.math.div_rn(x, step))
+
+
+@triton.jit
+def _integer(quotient):
+    """The nearest integer, ties to even, in the low bits of an int32."""
+    return (quotient + _ROUNDING).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _e4m3(quotient):
+    """The code nearest to a quotient of at most 448, ties to even: 20 bits less of an fp32, or multiples of 2^-9 below 2^-6."""
+    bits = quotient.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    small = (tl.abs(quotient) + _SMALL_ROUNDING).to(tl.int32, bitcast=True) & 15
+    return tl.where(magnitude < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def _pack(values, steps, codes, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    at = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(values + at, mask=at < numel, other=0.0).to(tl.float32)
+    magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)[:, None]  # as integers: NaN above infinity
+    bad = magnitude >= 0x7F800000
+    step = tl.maximum(magnitude.to(tl.float32, bitcast=True) * FACTOR, _LEAST_STEP)
+    step = tl.where(bad, float("inf"), step)
+    tl.store(steps + block, step, mask=block * BLOCK < numel)
+    if KIND == INT8:
+        tl.store(codes + at, _integer(_quotient(x, step, bad)).to(tl.uint8), mask=at < numel)
+    elif KIND == FP8:
+        tl.store(codes + at, _e4m3(_quotient(x, step, bad)).to(tl.uint8), mask=at < numel)
+    else:  # values again, out of the cache: the halves of a block lie beside each other
+        n = tl.minimum(numel - block * BLOCK, BLOCK)
+        half = (n + 1) // 2
+        i = tl.arange(0, BLOCK // 2)[None, :]
+        first = values + block * BLOCK + i
+        low = tl.load(first, mask=i < half, other=0.0).to(tl.float32)
+        high = tl.load(first + half, mask=i < n - half, other=0.0).to(tl.float32)
+        code = (_integer(_quotient(low, step, bad)) & 15) | ((_integer(_quotient(high, step, bad)) & 15) << 4)
+        tl.store(codes + block * (BLOCK // 2) + i, code.to(tl.uint8), mask=i < half)
+
+
+@triton.jit
+def _unpack(steps, codes, out, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    i = tl.arange(0, BLOCK)[None, :]
+    at = block * BLOCK + i
+    step = tl.load(steps + block, mask=block * BLOCK < numel, other=0.0)
+    if KIND == INT4:
+        half = (tl.minimum(numel - block * BLOCK, BLOCK) + 1) // 2
+        byte = tl.load(codes + block * (BLOCK // 2) + tl.where(i < half, i, i - half), mask=at < numel, other=0).to(tl.int32)
+        nibble = tl.where(i < half, byte, byte >> 4) & 15
+        code = ((nibble ^ 8) - 8).to(tl.float32)
+    else:
+        code = tl.load(codes + at, mask=at < numel, other=0).to(tl.int8, bitcast=True)
+        if KIND == FP8:  # as fp16 of 2^8 less: the same bits with one more in the exponent
+            code = ((code.to(tl.int16) << 7) & -0x4001).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        code = code.to(tl.float32)
+    value = code * step
+    if ADD:
+        value += tl.load(out + at, mask=at < numel, other=0.0)
+    tl.store(out + at, value, mask=at < numel)
