@@ -309,8 +309,14 @@ class DistComm(Comm):
         for go_on in self.beside:
             go_on()
 
+    def announce(self, waiting_for: str | None) -> None:
+        if self.beside and self.local is not None:
+            self.local.announce(waiting_for)
+
     def leave(self) -> None:
         self.group = self._control = self._data = None  # that nothing here keeps them from ending
+        if self.local is not None:
+            self.local.leave()
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -327,6 +333,10 @@ class DistComm(Comm):
         if self.desk.told is None:  # else all know the first reason, the cause of later ones
             self.desk.told = failure
             self.desk.tell(self.root._peers(), failure)
+            if self.local is not None:  # who waits there does not look here
+                self.local.fail(failure)
 
     def close(self) -> None:
+        if self.local is not None:
+            self.local.close()
         self.desk.close()

@@ -150,7 +150,7 @@ def _in_two_hops(
     world = topology.control
     inner, outer = _halves(world, nodes)
     comm = HierarchicalComm(world, inner, outer, nodes, ledger, keep=keep)
-    topology.control = topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
+    topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
     if keep and world.copies:
         topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
     if config.zero_quantized_gradients is not None:
