@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from .errors import ConfigError, did_you_mean
 
 CODECS = ("int8", "int4", "fp8")
+GRADIENT_CODECS = (*CODECS, "top_k", "low_rank")
 _EXEMPT = ("*norm*", "*router*", "*embed*")
 
 
