@@ -21,6 +21,7 @@ from .averaged_model import AveragedModel, ema
 from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_checkpoint, load, save
 from .checkpoint.safetensors import save_safetensors
 from .checkpoint.tensor_stream import stream_full_tensors
+from .compression import Compression
 from .config import Config, Offload
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
@@ -66,7 +67,7 @@ from .zero.init_context import init
 __all__ = [
     "ActivationReport", "AveragedModel", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",
     "CheckpointMismatch", "CheckpointNotFound", "CheckpointReadError", "CheckpointWriteError", "CollectiveMismatch",
-    "Config", "ConfigError",
+    "Compression", "Config", "ConfigError",
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .compression import CODECS, Compression
+from .compression import CODECS, GRADIENT_CODECS, Compression
 from .errors import ConfigError, did_you_mean
 
 
@@ -401,7 +401,7 @@ class Config:
             raise ConfigError("delayed_update with offload_param='nvme' would write parameters twice: choose one of them.")
 
     def _normalise_communication(self) -> None:
-        for name, codecs in (("zero_quantized_weights", CODECS), ("zero_quantized_gradients", (*CODECS, "top_k", "low_rank"))):
+        for name, codecs in (("zero_quantized_weights", CODECS), ("zero_quantized_gradients", GRADIENT_CODECS)):
             object.__setattr__(self, name, Compression.of(getattr(self, name), name, codecs))
         if self.shard_size is not None and self.mics_shard_size not in (None, self.shard_size):
             raise ConfigError(f"shard_size={self.shard_size} and mics_shard_size={self.mics_shard_size} mean the same: give one.")

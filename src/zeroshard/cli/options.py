@@ -12,6 +12,7 @@ from typing import Any
 
 import zeroshard as zs
 
+from ..compression import CODECS, GRADIENT_CODECS
 from ..config import PRESETS, Tier
 from ..models import GPTConfig
 from .arguments import Parser, UsageError
@@ -82,6 +83,12 @@ class TrainOptions:
     delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
     max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
+    shard_size: int | None = _option(None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int)
+    hpz: int = _option(1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int)
+    quantized_weights: str | None = _option(None, "parameters travel packed (qwZ)", choices=CODECS)
+    quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS)
+    quantize_on_host: bool = _option(False, "pack also between ranks that share memory, which gain nothing", action="store_true")
+    error_feedback: bool = _option(False, "what packing a gradient loses is added to the next one", action="store_true")
     checkpoint_activations: bool = _option(False, "keep the inputs of blocks only, compute the rest again", action="store_true")
     offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
@@ -110,6 +117,9 @@ class TrainOptions:
             config = self.sharding()
         except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
             raise UsageError(str(error)) from None
+        packs = self.quantized_weights or self.quantized_gradients
+        self._expect("quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients")
+        self._expect("error_feedback", self.quantized_gradients or not self.error_feedback, "none without --quantized-gradients")
         self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE
         self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
@@ -146,7 +156,14 @@ class TrainOptions:
             delayed_update=self.delayed_update,
             max_live_parameters=self.max_live_parameters,
             prefetch_bucket_size=self.prefetch_bucket_size,
+            shard_size=self.shard_size,
+            zero_hpz_partition_size=self.hpz,
+            zero_quantized_weights=self._packed(self.quantized_weights),
+            zero_quantized_gradients=self._packed(self.quantized_gradients, self.error_feedback),
         )
+
+    def _packed(self, codec: str | None, error_feedback: bool = False) -> zs.Compression | None:
+        return None if codec is None else zs.Compression(codec, error_feedback=error_feedback, force=self.quantize_on_host)
 
     def _offload(self, device: str, ratio: float = 1.0) -> zs.Offload:
         path = (self.offload_path or OFFLOAD_PATH) if device == "nvme" else None

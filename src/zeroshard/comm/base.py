@@ -241,6 +241,9 @@ class Comm(ABC):
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         """Tensors of `world_size` slices of so many elements are going to be reduced; called for each, before the first."""
 
+    def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
+        """Under a tag tensors of `numel` elements are going to be reduced: (offset, shape) of each parameter in them."""
+
     def open(self) -> None:
         """Make what was reserved (collective, before the first gather or reduction)."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..comm.base import Comm
-from ..comm.codecs import codec_of
+from ..comm.codecs import TopK, codec_of
 from ..comm.codecs.base import Codec
 from ..compression import Compression
 from ..config import Config, Placement
@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..memory.ledger import Ledger
 from .compressed import CompressedGathers, CompressedReductions, Errors
 from .hierarchical import HierarchicalComm
+from .low_rank import LowRankReductions
 from .replicated import ReplicatedComm
 
 Parts = list[list[int]]
@@ -106,8 +107,10 @@ def open_topology(config: Config, comm: Comm, ledger: Ledger, warm: Callable[[in
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
         keep = size is not None or config.zero_hpz_partition_size > 1
         _in_two_hops(topology, config, ledger, warm, nodes, keep and config.row.parameter is Placement.SHARDED)
-    elif config.zero_quantized_gradients is not None:
+    elif _packs_by_hop(config):
         topology.gradients = _reduced(topology, comm, config, ledger, warm)
+    if config.zero_quantized_gradients is not None and not _packs_by_hop(config):
+        _factorize(topology, config, ledger, warm)
     _pack_weights(topology, config, ledger, warm)
     return topology
 
@@ -139,7 +142,7 @@ def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callabl
     inner, outer = _halves(topology.control, groups)
     shards = ReplicatedComm(inner, outer, ledger)
     topology.shards = topology.values = topology.plain_gradients = topology.gradients = shards
-    if config.zero_quantized_gradients is not None:
+    if _packs_by_hop(config):
         reduced = [_reduced(topology, comm, config, ledger, warm) for comm in (inner, outer)]
         topology.gradients = ReplicatedComm(*reduced, ledger)
 
@@ -153,12 +156,14 @@ def _in_two_hops(
     topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
     if keep and world.copies:
         topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
-    if config.zero_quantized_gradients is not None:
+    if _packs_by_hop(config):
         reduced = [_reduced(topology, part, config, ledger, warm) for part in (inner, outer)]
         topology.gradients = HierarchicalComm(world, *reduced, nodes, ledger, sums=torch.float32)
 
 
 def _codec(compression: Compression) -> Codec:
+    if compression.codec == "top_k":
+        return TopK(compression.ratio)
     return codec_of(compression.codec, compression.block)
 
 
@@ -180,7 +185,20 @@ def _reduced(topology: Topology, comm: Comm, config: Config, ledger: Ledger, war
         return comm
     topology.sent = compression
     active = functools.partial(warm, compression.warmup_steps)
-    return CompressedReductions(comm, _codec(compression), ledger, active, topology.errors, feedback=compression.error_feedback)
+    feedback = compression.error_feedback or compression.codec == "top_k"  # which stalls without
+    return CompressedReductions(comm, _codec(compression), ledger, active, topology.errors, feedback=feedback)
+
+
+def _packs_by_hop(config: Config) -> bool:
+    return config.zero_quantized_gradients is not None and config.zero_quantized_gradients.codec != "low_rank"
+
+
+def _factorize(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
+    compression = config.zero_quantized_gradients
+    comm = topology.plain_gradients
+    if comm.world_size * comm.replicas > 1 and not _skips(topology, comm, compression, "gradients"):
+        topology.sent = compression
+        topology.gradients = LowRankReductions(comm, compression.rank, ledger, functools.partial(warm, compression.warmup_steps))
 
 
 def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:

@@ -264,6 +264,7 @@ class Builder:
         if bucket[0].requires_grad:
             self.tag += 1
             comm = self.topology.gradients_of(self.topology.packs(bucket[0].name, len(bucket[0].shape))[1], layout.numel)
+            comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}",

@@ -50,6 +50,8 @@ class LowRank:
         self.rank, self.numel = rank, numel
         generator = torch.Generator().manual_seed(seed)
         self._matrices: list[_Matrix] = []
+        self._ps: list[Tensor] = []  # between `second` and `finish`: P of each, and this rank's own Q
+        self._own: list[Tensor] = []
         self._plain: list[slice] = []  # stretches that travel as they are
         end = plain_begin = 0
         for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
@@ -81,20 +83,35 @@ class LowRank:
         all_reduce_mean: (n,) fp32 -> the mean of all ranks' (n,), the same on every rank; called twice by every rank. A gradient
         that is not finite on any rank comes out not finite on all, and leaves no error behind.
         """
+        self.finish(flat, all_reduce_mean(self.second(flat, all_reduce_mean(self.first(flat)))))
+
+    @torch.no_grad()
+    def first(self, flat: Tensor) -> Tensor:
+        """What the first all-reduce of `reduce` takes the mean of, (n,) fp32."""
         for each in self._matrices:
             each.error.add_(self._of(flat, each))  # from here on the M of this step
-        thin = [each.error @ each.q for each in self._matrices]
-        plain = [flat[part].float() for part in self._plain]
-        means = _split(all_reduce_mean(_joined(thin + plain, flat)), thin + plain)
-        for part, mean in zip(self._plain, means[len(thin) :], strict=True):
-            flat[part].copy_(mean)
+        return _joined([each.error @ each.q for each in self._matrices] + [flat[part].float() for part in self._plain], flat)
+
+    @torch.no_grad()
+    def second(self, flat: Tensor, mean: Tensor) -> Tensor:
+        """Given the mean of the first, what the second takes the mean of, (m,) fp32. What travels plain is in `flat` then."""
+        thin = [each.error.new_empty(each.shape[0], self.rank) for each in self._matrices]
+        means = _split(mean, thin + [flat[part] for part in self._plain])
+        for part, values in zip(self._plain, means[len(thin) :], strict=True):
+            flat[part].copy_(values)
         # QR, not Gram-Schmidt: columns are orthonormal even of a gradient of zeros or of less than full rank
-        ps = [torch.linalg.qr(mean).Q for mean in means[: len(thin)]]
-        own = [each.error.T @ p for each, p in zip(self._matrices, ps, strict=True)]
-        for each, p, q, mean in zip(self._matrices, ps, own, _split(all_reduce_mean(_joined(own, flat)), own), strict=True):
-            self._of(flat, each).copy_(p @ mean.T)
+        self._ps = [torch.linalg.qr(values).Q for values in means[: len(thin)]]
+        self._own = [each.error.T @ p for each, p in zip(self._matrices, self._ps, strict=True)]
+        return _joined(self._own, flat)
+
+    @torch.no_grad()
+    def finish(self, flat: Tensor, mean: Tensor) -> None:
+        """Given the mean of the second: `flat` is the mean gradient."""
+        for each, p, q, values in zip(self._matrices, self._ps, self._own, _split(mean, self._own), strict=True):
+            self._of(flat, each).copy_(p @ values.T)
             each.error.addmm_(p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
-            each.q = mean.nan_to_num(0.0, 0.0, 0.0)
+            each.q = values.nan_to_num(0.0, 0.0, 0.0)
+        self._ps, self._own = [], []
 
     @staticmethod
     def _of(flat: Tensor, matrix: _Matrix) -> Tensor:

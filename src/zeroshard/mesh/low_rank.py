@@ -1,0 +1,103 @@
+"""Reductions of which matrices travel as products of two thin ones: PowerSGD (arXiv 1905.13727), over any Comm.
+
+    whole -> P --reduce, gather--> mean P -> Q --reduce, gather--> mean Q -> P Q^T, my shard of it
+
+Two small all-reduces in place of one reduction: what they bring is the same on all ranks, of which each keeps its shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.base import Comm, Hops, Region, Sent, Work
+from ..comm.codecs import LowRank
+from ..memory.ledger import RESIDUALS, Ledger
+from ..memory.pool import StagingPool
+from ..tensor.flat_layout import round_up
+from .wrapper import Wrapper
+
+_BUFFERS = 2
+_ALIGN = 32
+
+
+class LowRankReductions(Wrapper):
+    """Reductions in rank `rank`. expect: tells, before the first, where matrices lie in what is reduced under a tag."""
+
+    def __init__(self, comm: Comm, rank: int, ledger: Ledger, active: Callable[[], bool]) -> None:
+        super().__init__(comm)
+        self.rank_of_factors, self.ledger, self.active = rank, ledger, active
+        self.drains_all = False
+        self._factors: dict[int, LowRank] = {}
+        self._numel = 0
+        self._pools: list[StagingPool] = []  # of the first, and of the second factors
+
+    def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
+        """Of the group with this tag: (offset, shape) of each parameter, and the elements of the whole."""
+        factors = LowRank(slots, numel, rank=self.rank_of_factors, seed=tag, device=self.device)
+        self._factors[tag] = factors
+        self.ledger.enter(RESIDUALS, 4 * factors.state_numel)
+        self._numel = max(self._numel, self._padded(factors.sent_numel))
+
+    def _padded(self, numel: int) -> int:
+        return round_up(max(numel, 1), _ALIGN * self.world_size)
+
+    def open(self) -> None:
+        self.comm.reserve(0, self._numel // self.world_size, torch.float32)
+        self.comm.reserve_slices(self._numel // self.world_size, torch.float32)
+        self.comm.open()
+        if not self._pools:
+            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, _BUFFERS) for _ in range(2)]
+
+    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
+        return self.comm.volume(kind, numel, dtype)  # before it is known of which unit: see `sent` of each work
+
+    def reduce(
+        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
+    ) -> Work:
+        if not self.active():
+            return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+        assert len(self._pools) == 2
+        factors, flat = self._factors[tag], source.tensor
+        self.comm.wait_until(self._pools[0].has_given, label)  # it is given back at the end: then the second pool has one as well
+        slot, region = self._pools[0].take(self._padded(factors.sent_numel), torch.float32)
+
+        def middle(mean: Tensor) -> Work:
+            other, thin = self._pools[1].take(region.tensor.numel(), torch.float32)
+            return self._all_reduce(factors.second(flat, mean), thin, tag, label, lambda mean, work: keep(mean, other, work))
+
+        def keep(mean: Tensor, other: int, work: Work) -> Work:
+            factors.finish(flat, mean)
+            mine = flat.view(self.world_size, -1)[self.rank] * (scale * self.world_size * self.replicas)
+            out.add_(mine) if accumulate else out.copy_(mine)
+            self._pools[1].give(other, work)
+            self._pools[0].give(slot, None)  # all have read it, or they could not have come here
+            return Work()
+
+        first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))
+        first.sent = self._sent(factors)
+        return first
+
+    def _sent(self, factors: LowRank) -> Sent:
+        numel = self._padded(factors.sent_numel) // self.world_size
+        parts = [self.comm.volume(kind, numel, torch.float32) for kind in ("reduce", "gather")]
+        return Sent(*(sum(each) for each in zip(*parts, strict=True)))
+
+    def _all_reduce(
+        self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]
+    ) -> Work:
+        """Call `then` with the mean over ranks of `values` (n,), in `region`, when it is there, and the work that reads it."""
+        numel = values.numel()
+        region.tensor[:numel].copy_(values)
+        region.tensor[numel:].zero_()
+        mine = region.tensor.view(self.world_size, -1)[self.comm.rank]
+        scale = 1.0 / (self.world_size * self.replicas)
+        first = self.comm.reduce(region, mine, scale=scale, accumulate=False, tag=tag, label=label)
+
+        def spread() -> Work:
+            work = self.comm.gather(region.tensor, region, label, tag=tag)
+            return Hops(self.comm, work, lambda: then(region.tensor[:numel], work), Sent(), label)
+
+        return Hops(self.comm, first, spread, Sent(), label)
