@@ -263,6 +263,8 @@ class GradientBuffer:
             self.rest = tiers.over(shard)
             tiers.enter(GRADIENTS, self.region.tensor.nbytes, Tier.DEVICE)
         comm.reserve_slices(layout.shard_numel, send_dtype)
+        if self.replicated:
+            comm.reserve(0, layout.shard_numel, dtype)
         self.departure: Departure | None = None
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
