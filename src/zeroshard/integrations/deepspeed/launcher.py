@@ -31,7 +31,7 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 _REFUSED = {
-    "autotuning": "zs.forecast(model, ...) tells what a configuration takes before it runs",
+    "autotuning": "zs.report(model) tells what a rank holds, zs.forecast(model, ...) what a step takes",
     "elastic_training": "start torchrun itself with --nnodes=MIN:MAX",
     "min_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
     "max_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",

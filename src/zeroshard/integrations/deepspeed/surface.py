@@ -198,7 +198,7 @@ INSTEAD: dict[str, str] = {  # by module or name: what to use
     "inference": "It trains: export weights with engine.save_16bit_model() and use an inference engine.",
     "module_inject": "There are no fused kernels to put in: the model's own modules run, or torch.compile them.",
     "compression": "Quantize or prune exported weights with a tool of your own.",
-    "autotuning": "zs.forecast(model, ...) tells what a configuration takes before it runs.",
+    "autotuning": "zs.report(model) tells what a rank holds, zs.forecast(model, ...) what a step takes.",
     "profiling": "Use torch.profiler and torch.utils.flop_counter.",
     "elasticity": "Checkpoints load at any number of ranks: start again with the ranks that there are.",
     "sequence": "Sequence parallelism is not served; zs.tile and zs.tiled_cross_entropy serve long sequences.",
