@@ -82,6 +82,16 @@ def test_what_is_no_model():
         deepspeed.initialize(model=lambda x: x, config=CONFIG)
 
 
+def test_a_folder_that_rank_0_can_not_write_is_said_on_every_rank():
+    def run(rank):
+        model = nn.Linear(4, 1)
+        with pytest.raises(deepspeed.DeepSpeedConfigError, match="a monitor: .*/proc/absent.*Name a folder"):
+            initialize(model, csv_monitor={"enabled": True, "output_path": "/proc/absent"})
+        return type(model.weight) is nn.Parameter
+
+    assert run_threads(2, run) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("name", "of_rank"),
     [

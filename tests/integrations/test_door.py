@@ -11,7 +11,7 @@ import pytest
 import zeroshard.deepspeed as deepspeed
 from zeroshard.integrations.deepspeed import install
 from zeroshard.integrations.deepspeed.door import _PATHS
-from zeroshard.integrations.deepspeed.install import SITE, child_environment
+from zeroshard.integrations.deepspeed.install import SITE
 from zeroshard.integrations.deepspeed.surface import SURFACE
 
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from ...comm import backend_select
 from ...errors import ConfigError, ZeroshardError

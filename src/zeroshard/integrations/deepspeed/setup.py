@@ -95,9 +95,9 @@ def _initialize(
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
         options["stage"] = 3 if options["stage"] == 3 else 0
     lr_scheduler = _scheduler(lr_scheduler, basic, config)  # before anything is sharded: it may raise
-    monitor = MonitorMaster(config.monitor_config)
+    monitor, failure = _monitor(config)
     api.shard(model, basic, comm=group, **options)
-    _compare(model, config)
+    _compare(model, config, failure)
     config.say_notes()
     known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
     engine = DeepSpeedEngine(model, basic, config, **known)
@@ -184,17 +184,32 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any)
 _EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "scheduler_name", "scheduler_params")
 
 
-def _compare(model: nn.Module, config: Any) -> None:
-    """Raise DeepSpeedConfigError on every rank where they differ in what the loop goes by; zs.shard has compared its options."""
+def _monitor(config: Any) -> tuple[MonitorMaster | None, OSError | None]:
+    """The monitors, or why rank 0, which alone opens their files, can not have them."""
+    try:
+        return MonitorMaster(config.monitor_config), None
+    except OSError as error:
+        return None, error
+
+
+def _compare(model: nn.Module, config: Any, failure: OSError | None) -> None:
+    """Raise DeepSpeedConfigError on every rank where one failed, or they differ in what the loop goes by; the model is closed again.
+
+    zs.shard has compared its own options.
+    """
     comm = runtime_of(model).comm
-    if comm.world_size == 1 or comm.imagined:
-        return
-    everyone = exchange_values(comm, [repr(getattr(config, name)) for name in _EQUAL], "deepspeed.initialize: compare configurations")
-    for name, values in zip(_EQUAL, zip(*everyone, strict=True), strict=True):
-        if len(set(values)) > 1:
-            api.close(model)
+    mine = ["" if failure is None else f"a monitor: {failure}. Name a folder that rank 0 can write (output_path).", *(
+        repr(getattr(config, name)) for name in _EQUAL)]  # fmt: skip
+    everyone = [mine] if comm.imagined else exchange_values(comm, mine, "deepspeed.initialize: compare configurations")
+    failures, *columns = zip(*everyone, strict=True)
+    problem = next(filter(None, failures), None)
+    for name, values in zip(_EQUAL, columns, strict=True):
+        if problem is None and len(set(values)) > 1:
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise DeepSpeedConfigError(f"{name} differs: {shown}. Give every rank the same configuration.")
+            problem = f"{name} differs: {shown}. Give every rank the same configuration."
+    if problem is not None:
+        api.close(model)
+        raise DeepSpeedConfigError(problem) from failure
 
 
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:
