@@ -287,12 +287,14 @@ def get_logged_comm_ops() -> list[str]:
 
 _OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name, arguments that torch calls otherwise)
     **dict.fromkeys(("all_reduce", "inference_all_reduce"), ("all_reduce", {})),
-    **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_fn"), ("reduce_scatter_tensor", {"output_tensor": "output", "tensor": "input"})),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "reduce_scatter_fn"), ("reduce_scatter_tensor", {"output_tensor": "output", "tensor": "input"})
+    ),
     **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), ("all_gather_into_tensor", {"tensor": "input_tensor"})),
     "all_to_all_single": ("all_to_all_single", {"tensor": "input"}),
     **{name: (name, {}) for name in (
-        "all_reduce_coalesced", "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list",
-        "all_to_all", "send", "recv", "gather", "scatter", "monitored_barrier",
+        "all_reduce_coalesced", "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast",
+        "broadcast_object_list", "all_to_all", "send", "recv", "gather", "scatter", "monitored_barrier",
     )},
 }  # fmt: skip
 
@@ -302,7 +304,8 @@ def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[...,
         return getattr(torch_dist, theirs)(*args, **{renamed.get(key, key): value for key, value in kwargs.items()})
 
     call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"torch.distributed.{theirs}, with its arguments" + "".join(f"; {old}: its {new}" for old, new in renamed.items())
+    changed = "".join(f"; {old}: its {new}" for old, new in renamed.items())
+    call.__doc__ = f"torch.distributed.{theirs}, with its arguments{changed}"
     return _op(call)
 
 

@@ -256,7 +256,8 @@ class DeepSpeedConfig:
         )  # fmt: skip
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value % 1):  # nan % 1 is nan
+            whole = isinstance(value, (int, float)) and not isinstance(value, bool) and not value % 1  # nan and inf % 1 are nan
+            if value is not None and not whole:
                 raise DeepSpeedConfigError(f"{name}: expected a whole number, got {value!r}.")
             assert value is None or value > 0, f"{name}: expected a number above 0, got {value}."
         assert train is not None or micro is not None, (

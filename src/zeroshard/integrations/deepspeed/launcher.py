@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.
     hosts = _hosts(args)
     several = (len(hosts) > 1 or args.force_multi) and not args.no_ssh
     if not several and not args.module and not (shutil.which if args.no_python else os.path.isfile)(args.user_script):
-        raise ConfigError(f"there is no {'program' if args.no_python else 'script'} {args.user_script!r} (--module runs a module).")
+        kind = "program" if args.no_python else "script"
+        raise ConfigError(f"there is no {kind} {args.user_script!r} (--module runs a module).")
     env = _environment(args, hosts)
     if several:
         print("zeroshard-deepspeed starts no other hosts. Start this on each of them:", file=sys.stderr)

@@ -193,9 +193,9 @@ def _monitor(config: Any) -> tuple[MonitorMaster | None, OSError | None]:
 
 
 def _compare(model: nn.Module, config: Any, failure: OSError | None) -> None:
-    """Raise DeepSpeedConfigError on every rank where one failed, or they differ in what the loop goes by; the model is closed again.
+    """Raise DeepSpeedConfigError on every rank where one failed, or they differ in what the loop goes by.
 
-    zs.shard has compared its own options.
+    The model is closed then. zs.shard has compared its own options.
     """
     comm = runtime_of(model).comm
     mine = ["" if failure is None else f"a monitor: {failure}. Name a folder that rank 0 can write (output_path).", *(
