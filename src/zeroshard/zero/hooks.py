@@ -47,7 +47,8 @@ def detach(runtime: Runtime) -> None:
         handle.remove()
     for module, compiled in runtime.compiled:
         module._compiled_call_impl = compiled
-    runtime.model.__dict__.pop("zero_grad", None)
+    for name in ("zero_grad", "__reduce_ex__"):
+        runtime.model.__dict__.pop(name, None)
     for module in _resizable(runtime.model):
         module.__dict__.pop("resize_token_embeddings", None)
     runtime.handles, runtime.compiled = [], []
@@ -85,6 +86,7 @@ def _attach_root(runtime: Runtime) -> None:
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(model.register_forward_hook(after, always_call=True))
     model.__dict__["zero_grad"] = zero_grad
+    model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # pickle would come to a hook first, and say nothing of use
 
 
 def _resizable(model: nn.Module) -> list[nn.Module]:
