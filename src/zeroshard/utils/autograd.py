@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -63,7 +64,8 @@ def next_node() -> int:
 
 def nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
     """Numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs."""
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     found: set[int] = set()
     while stack:
         node = stack.pop()
@@ -72,6 +74,17 @@ def nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
             found.add(number)
             stack.extend(before for before, _ in node.next_functions if before is not None)
     return found
+
+
+def collections() -> int:
+    """How often Python's collector has run: what was made since then is in its youngest generation."""
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def living_tensors(since: int) -> list[Tensor]:
+    """At least those tensors that a program holds and that were made when the collector had run `since` times."""
+    objects = gc.get_objects(generation=0) if collections() == since else gc.get_objects()
+    return [each for each in objects if issubclass(type(each), Tensor)]
 
 
 class Marked(torch.autograd.Function):
