@@ -290,7 +290,7 @@ SUBJECTS = {
     "unet": Subject(UNet, noisy_images, adapted=r".*(conv1|conv2|time\.0)"),
     "vit": Subject(VisionTransformer, labelled_images, adapted=r".*(qkv|patches)"),
     "experts": Subject(MixtureOfExperts, few_tokens, adapted=r".*(experts\.\d+\.(0|2)|router)"),
-    "t5": Subject(t5, sequences, language_loss, adapted=r".*\.(q|v)|shared"),
+    "t5": Subject(t5, sequences, language_loss, adapted=r".*\.(q|v)|.*encoder\.embed_tokens"),
     "bart": Subject(bart, sequences, language_loss, adapted=r".*(q|v)_proj"),
     "mixtral": Subject(
         mixtral, sequences, causal_loss, adapted=r".*q_proj", adapted_parameters=("mlp.experts.gate_up_proj",)
