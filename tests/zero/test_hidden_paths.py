@@ -99,6 +99,39 @@ def test_only_units_that_keep_something_stay_gathered():
     run_threads(2, run)
 
 
+class InPlace(nn.Module):
+    """What torch makes for operations in place, and what nobody uses, is no way around the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.act, self.router = nn.Linear(DIM, DIM), nn.SiLU(inplace=True), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1).topk(2).values
+        shares /= shares.sum(-1, keepdim=True)  # as routers of Transformers do
+        out = self.act(self.lin(x)) * shares[:, :1]
+        out[0] = out[0] * 2
+        out *= shares[:, 1:]
+        self.lin(out).sum()
+        return out
+
+
+@every_mode
+def test_what_is_done_in_place_or_dropped_hides_nothing(mode):
+    model = seeded(lambda: nn.Sequential(*(InPlace() for _ in range(3)), nn.Linear(DIM, 2)))
+    traces = check(Case(model, normal_batches(3, 2, 4, DIM), square), units=(InPlace,), **mode)
+    assert traces[0].notes.deviations == ()
+
+    def run(rank):
+        sharded, _ = zs.shard(copy.deepcopy(model), None, units=(InPlace,), overlap=False, **RELEASED)
+        for _ in range(2):
+            loss = sharded(torch.ones(2, DIM)).sum()
+            assert not any(unit.kept for unit in runtime_of(sharded).units)
+            loss.backward()
+
+    run_threads(1, run)
+
+
 # -- backwards of backwards --------------------------------------------------------------------------------------
 
 
