@@ -4,6 +4,7 @@ backwards, writes into parameters by `.data` and in the middle of a forward."""
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -97,6 +98,29 @@ def test_only_units_that_keep_something_stay_gathered():
         assert [m.split(":")[0] for m in zs.report(model).deviations] == ["0"]
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("generation", [None, 0, 1, 2])
+def test_a_kept_loss_is_found_whatever_the_collector_does(generation, monkeypatch):
+    """It may lie in any of its generations. What nobody holds any more, and waits for the collector, is not kept."""
+    plain = Keeps.keep
+
+    def keep(self, x, losses):
+        if generation is None:
+            circle = [x * self.scale]
+            circle.append(circle)
+        else:
+            plain(self, x, losses)
+            gc.collect(generation)
+
+    def run(rank):
+        model, _ = zs.shard(nn.Sequential(seeded(Keeps, "scale", True), nn.Linear(DIM, 2)), None, units=(Keeps,), overlap=False, **RELEASED)
+        loss = model(torch.ones(2, DIM)).sum()
+        assert [unit.name for unit in runtime_of(model).units if unit.kept] == ([] if generation is None else ["0"])
+        (loss if generation is None else loss + model[0].kept).backward()
+
+    monkeypatch.setattr(Keeps, "keep", keep)
+    run_threads(1, run)
 
 
 class InPlace(nn.Module):

@@ -10,12 +10,13 @@ and dropped. Backward can begin at what the program holds alone: where their num
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..utils.autograd import collections, living_tensors, next_node, nodes_since
+from ..utils.autograd import collections, living_tensors, next_node, nodes_since, number_of
 from ..utils.torch_compat import idle_nodes
 from .unit import Unit
 
@@ -26,11 +27,11 @@ class _Record:
 
     first: int = 0  # the number of its first node
     elsewhere: int = 0  # when it began: nodes that no output of their unit leads to, or that no graph holds
-    collections: int = 0  # when it began: how often Python's collector had run
+    collections: tuple[int, ...] = ()  # when it began: those of Python's collector
     nodes: int = -1  # how many it has made
     inside: int = 0  # of those, the ones that units inside of it answer for
     beside: int = 0  # of those, the ones that its outputs do not lead to
-    hides: bool = False  # a tensor that somebody holds leads to such ones
+    hides: bool = False  # the program holds what such ones have made
 
 
 class GraphCoverage:
@@ -54,10 +55,10 @@ class GraphCoverage:
         inside = self._beside + idle_nodes() - record.elsewhere
         if (nodes, inside) != (record.nodes, record.inside):
             record.nodes, record.inside = nodes, inside
-            reached = nodes_since(record.first, outputs)
+            reached, _ = nodes_since(record.first, outputs)
             beside, record.beside = record.beside, nodes - len(reached) - inside
             if record.beside != beside:
-                record.hides = bool(record.beside and nodes_since(record.first, living_tensors(record.collections)) - reached)
+                record.hides = record.beside > 0 and (record.hides or _is_held(unit, record, reached))
                 self._beside += next_node() - record.first - nodes  # to look at a view may make nodes
             if record.hides:
                 self._tell(f"{unit.name}: not all that its forward computes leaves by its outputs; it stays gathered until backward")
@@ -71,3 +72,24 @@ class GraphCoverage:
     def is_empty(self, unit: Unit) -> bool:
         """True where the unit's last forward has put nothing into the graph."""
         return not self._records[unit.number].nodes
+
+
+def _is_held(unit: Unit, record: _Record, reached: set[int]) -> bool:
+    """Whether the program holds a tensor of a node that is not reached, and that needs the unit's parameters.
+
+    The same on all ranks, which gather together: what only waits for the collector, on some of them, is collected.
+    """
+    end = next_node()
+    computed = {param for group in unit.groups for param in group.compute}
+
+    def found() -> bool:
+        tips = [each for each in living_tensors(record.collections) if record.first <= number_of(each) < end]
+        tips = [each for each in tips if number_of(each) not in reached]
+        if unit.has_frozen:
+            return bool(tips)
+        return any(not computed.isdisjoint(nodes_since(record.first, [tip])[1]) for tip in tips)  # other threads count alike
+
+    if not found():
+        return False
+    gc.collect()
+    return found()
