@@ -12,6 +12,7 @@ then added up unit by unit, and rounded in other places.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -22,8 +23,10 @@ import torch
 from equivalence_kit import NORM_TOLERANCE
 from helpers import DTYPES, Outcome, Rounding, Task, assert_equal_runs, reference, train
 from torch import nn
-from user_models import SUBJECTS, Subject
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from user_models import SUBJECTS, EncoderBlock, SparseBlock, Subject
 
+import zeroshard as zs
 from zeroshard.testing import run_threads
 
 STEPS = 3
@@ -169,3 +172,52 @@ def test_ragged_graphs_weigh_as_their_union(stage: int) -> None:
             torch.testing.assert_close(got.gradients[0][name], grad, rtol=1e-4, atol=1e-6)
         for name, weight in expected.weights.items():  # Adam magnifies the rounding of small gradients
             torch.testing.assert_close(got.weights[name], weight, rtol=0, atol=1e-4)
+
+
+# -- recomputed and compiled ---------------------------------------------------------------------------------------
+
+
+def recomputed(name: str, lora: bool) -> nn.Module:
+    """A model whose blocks are checkpointed, as their libraries do it."""
+    subject = SUBJECTS[name]
+    model = copy.deepcopy(subject.adapter if lora else subject.model)
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            model.enable_input_require_grads()
+    else:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, (EncoderBlock, SparseBlock)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "precision"),
+    [
+        ("vit", False, "bf16"), ("experts", False, "fp32"), ("t5", False, "fp32"),
+        ("mixtral", False, "fp32"), ("mixtral", True, "bf16"),
+    ],
+)
+def test_checkpointed_models_of_users(name: str, lora: bool, precision: str) -> None:
+    task = replace(task_of(SUBJECTS[name], lora, 2), model=recomputed(name, lora))
+    outcomes = run_threads(2, lambda rank: train(rank, task, precision=precision, stage=3, map_shared=False))
+    for rank, got in enumerate(outcomes):
+        compare(got, expected_of(task, 2, precision, got.coefficients), rank, 2, f"rank {rank}:")
+
+
+@pytest.mark.parametrize(("name", "backend"), [("graph", "eager"), ("vit", "aot_eager")])
+def test_compiled_models_of_users(name: str, backend: str) -> None:
+    """Compiled blocks, on one rank; of graphs no two have the same number of nodes."""
+    task = task_of(SUBJECTS[name], False, 1)
+    torch._dynamo.reset()
+    model = copy.deepcopy(task.model)
+    for block in model.layers if name == "graph" else model.blocks:
+        block.compile(backend=backend)
+    model, optimizer = zs.shard(model, task.make_optimizer(model), stage=3, map_shared=False)
+    for ((batch,),) in task.data:
+        loss = task.loss(model, *batch)
+        zs.backward(model, loss, weight=task.weight(batch)) if task.weight else loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = reference(replace(task, clip={}), 1)
+    for weight_name, weight in zs.full_state_dict(model).items():
+        torch.testing.assert_close(weight, expected.weights[weight_name], rtol=0, atol=1e-5)

@@ -114,7 +114,8 @@ def test_a_kept_loss_is_found_whatever_the_collector_does(generation, monkeypatc
             gc.collect(generation)
 
     def run(rank):
-        model, _ = zs.shard(nn.Sequential(seeded(Keeps, "scale", True), nn.Linear(DIM, 2)), None, units=(Keeps,), overlap=False, **RELEASED)
+        model = nn.Sequential(seeded(Keeps, "scale", True), nn.Linear(DIM, 2))
+        model, _ = zs.shard(model, None, units=(Keeps,), overlap=False, **RELEASED)
         loss = model(torch.ones(2, DIM)).sum()
         assert [unit.name for unit in runtime_of(model).units if unit.kept] == ([] if generation is None else ["0"])
         (loss if generation is None else loss + model[0].kept).backward()
@@ -382,3 +383,45 @@ def test_torch_func_on_released_parameters_is_refused():
         assert runtime_of(model).ledger.now[GATHERED] == 0
 
     run_threads(1, run)
+
+
+class Adapted(nn.Module):
+    """A weight to which a forward adds something by a parametrization that it removes again: PEFT's LoRA on parameters."""
+
+    def __init__(self, also_writes: bool = False) -> None:
+        super().__init__()
+        self.base, self.also_writes = nn.Linear(DIM, DIM, bias=False).requires_grad_(False), also_writes
+        self.delta = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        proxy = nn.Module()
+        proxy.forward = lambda weight: weight + self.delta
+        nn.utils.parametrize.register_parametrization(self.base, "weight", proxy)
+        out = self.base(x)
+        nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        if self.also_writes:
+            with torch.no_grad():
+                self.base.weight.mul_(0.5)
+        return torch.tanh(out)
+
+
+@every_mode
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_parametrization_registered_in_a_forward_is_no_write(mode, precision):
+    model = seeded(lambda: nn.Sequential(*(Adapted() for _ in range(3)), nn.Linear(DIM, 2)))
+    if precision == "fp32":
+        check(Case(model, normal_batches(3, 2, 4, DIM), square), units=(Adapted,), **mode)
+
+    def run(rank):
+        sharded, _ = zs.shard(copy.deepcopy(model), None, units=(Adapted,), precision=precision, **mode)
+        square(sharded, (torch.ones(2, DIM),)).backward()
+        assert not any(group.masters.unseen() for group in runtime_of(sharded).groups)
+        assert not any(unit.kept for unit in runtime_of(sharded).units)
+
+    run_threads(2, run)
+
+
+def test_what_a_forward_writes_beside_a_parametrization_is_refused():
+    with pytest.raises(zs.ShardedWriteError, match="base.weight: written in place inside a forward"):
+        model, _ = zs.shard(nn.Sequential(Adapted(), Adapted(also_writes=True)), None, units=(Adapted,), **RELEASED)
+        model(torch.ones(2, DIM))

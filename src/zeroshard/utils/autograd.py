@@ -62,16 +62,16 @@ def next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def nodes_since(first: int, outputs: list[Tensor]) -> tuple[set[int], set[Tensor]]:
-    """(numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs; leaves that they read at first hand)"""
+def nodes_since(first: int, outputs: list[Tensor]) -> tuple[set[int], set[Tensor | None]]:
+    """(numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs; leaves that these begin with)"""
     stack = [node for node in map(_node_of, outputs) if node is not None]
     found: set[int] = set()
-    leaves: set[Tensor] = set()
+    leaves: set[Tensor | None] = set()
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
         if number >= _LEAF:
-            leaves.add(node.variable)
+            leaves.add(getattr(node, "variable", None))  # of a leaf; there are others
         elif first <= number and number not in found:
             found.add(number)
             stack.extend(before for before, _ in node.next_functions if before is not None)

@@ -22,7 +22,6 @@ from .auto_wrap import casts, module_dtypes
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
-
 _attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
 
 
@@ -95,7 +94,7 @@ def _attach_root(runtime: Runtime) -> None:
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """A parametrization that a forward registers (PEFT's LoRA on parameters) sets its parameter to itself, which torch counts as a write."""
+    """A parametrization that a forward registers (PEFT's LoRA on parameters) sets its parameter to itself: for torch a write."""
     if type(module) is ParametrizationList and param is not None:
         for runtime in filter(None, [where() for where in _attached.valuerefs()]):
             for unit in runtime.units:

@@ -528,7 +528,7 @@ class Unit:
         )
 
     def set_to_itself(self, param: nn.Parameter) -> None:
-        """`param`, if it is of this unit, was given the memory that it has (`p.set_(p)`), just now: torch counts that as a write."""
+        """`param`, if it is of this unit, was just given the memory that it has (`p.set_(p)`): torch counts that as a write."""
         begin = 0
         for group in self.groups:
             seen, first = (self._seen_versions, begin) if self.sharded else (group.masters.versions, 0)
