@@ -26,7 +26,7 @@ import functools
 import importlib.util
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
@@ -52,14 +52,14 @@ class BlockCodec(Codec):
 
     most: float  # code of the largest magnitude in a block
     unit = 1.0  # `_decode` gives values in steps of `unit * step`: a power of two, so nothing is rounded twice
+    rounding = ROUNDING  # what `_quotients` adds
+    decodes_in_passes = False  # `_decode` has use for memory of its own
 
     def __init__(self, block: int = DEFAULT_BLOCK) -> None:
-        if isinstance(block, bool) or not isinstance(block, int) or not LEAST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
+        if type(block) is not int or not LEAST_BLOCK <= block <= LARGEST_BLOCK or block & (block - 1):
             raise ConfigError(f"{self.name}: block: expected a power of two from {LEAST_BLOCK} to {LARGEST_BLOCK}, got {block!r}")
         self.block = block
         self.row = torch.full((1, block), self.rounding, dtype=torch.float32)
-
-    rounding = ROUNDING
 
     def __repr__(self) -> str:
         return f"{self.name} in blocks of {self.block}"
@@ -77,17 +77,18 @@ class BlockCodec(Codec):
 
     def _pack(self, values: Tensor, out: Tensor) -> None:
         numel, device = values.numel(), values.device
-        if (kernels := _triton_for(values, out)) is not None:
-            return kernels.pack(self, values, out)
-        steps = torch.empty(self.nblocks(numel), 1, dtype=torch.float32, device=device)
-        codes = out[steps.numel() * STEP_NBYTES :]
+        steps_nbytes = self.nblocks(numel) * STEP_NBYTES
+        codes = out[steps_nbytes:]
         codes[self._codes_nbytes(numel) :].zero_()
+        if (kernels := _triton_for(values, out)) is not None:
+            return kernels.pack(self.name, self.most, self.block, values, out[:steps_nbytes].view(torch.float32), codes)
+        steps = torch.empty(self.nblocks(numel), 1, dtype=torch.float32, device=device)
         chunk = min(CPU_CHUNK_NUMEL, numel) if device.type == "cpu" else numel
         passes = _Passes(self, max(chunk, self.block), device)
         for begin, end, width in stretches(numel, self.block, chunk):
             at = slice(self._codes_nbytes(begin), self._codes_nbytes(end))
             passes.pack(values[begin:end].view(-1, width), steps[begin // self.block : -(-end // self.block)], codes[at])
-        _bytes(steps, out).copy_(steps.view(torch.uint8).view(-1))
+        out[:steps_nbytes].copy_(steps.view(torch.uint8).view(-1))
 
     @abstractmethod
     def _quotients(self, values: Tensor, steps: Tensor, out: Tensor, row: Tensor) -> None:
@@ -111,14 +112,13 @@ class BlockCodec(Codec):
             target.copy_(scratch[: target.numel()])
 
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
+        step_bytes, codes = self._parts(packed, numel, begin, out.numel())
         if (kernels := _triton_for(out, packed)) is not None:
-            return kernels.unpack(self, packed, numel, begin, out, add=False)
-        first, count = begin // self.block, self.nblocks(out.numel())
-        steps = torch.empty(count, 1, dtype=torch.float32, device=out.device)
-        steps.view(torch.uint8).view(-1).copy_(packed[first * STEP_NBYTES : (first + count) * STEP_NBYTES])
+            return kernels.unpack(self.name, self.block, step_bytes.view(torch.float32), codes, out, add=False)
+        steps = torch.empty(step_bytes.numel() // STEP_NBYTES, 1, dtype=torch.float32, device=out.device)
+        steps.view(torch.uint8).view(-1).copy_(step_bytes)  # which may lie at any address
         if self.unit != 1.0:
             steps.mul_(self.unit)
-        codes = packed[self.nblocks(numel) * STEP_NBYTES + self._codes_nbytes(begin) :]
         chunk = min(CPU_CHUNK_NUMEL, out.numel()) if out.device.type == "cpu" else out.numel()
         scratch = torch.empty(max(chunk, self.block), dtype=torch.int16, device=out.device) if self.decodes_in_passes else None
         for at, end, width in stretches(out.numel(), self.block, chunk):
@@ -126,18 +126,21 @@ class BlockCodec(Codec):
             self._decode(codes[self._codes_nbytes(at) : self._codes_nbytes(end)], target, scratch)
             target.mul_(steps[at // self.block : -(-end // self.block)])
 
-    decodes_in_passes = False  # `_decode` has use for memory of its own
+    def _parts(self, packed: Tensor, numel: int, begin: int, count: int) -> tuple[Tensor, Tensor]:
+        """The bytes of the steps of `count` values from `begin` on, and the codes from there on."""
+        first, end = begin // self.block, self.nblocks(begin + count)
+        codes = packed[self.nblocks(numel) * STEP_NBYTES + self._codes_nbytes(begin) :]
+        return packed[first * STEP_NBYTES : end * STEP_NBYTES], codes
 
     @abstractmethod
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
-        """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`; scratch: int16, as large as out or larger."""
+        """out (n, width), fp32 = codes (bytes,) uint8 as numbers, in units of `unit`; scratch: int16, at least as large."""
 
-    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        kernels = _triton_for(total, parts[0])
-        if kernels is None:
-            return super()._sum_stretch(parts, numel, begin, total, term)
-        for part in parts:
-            kernels.unpack(self, part, numel, begin, total, add=part is not parts[0])
+    def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        if (kernels := _triton_for(total, packed)) is None:
+            return super()._add_stretch(packed, numel, begin, total, term)
+        step_bytes, codes = self._parts(packed, numel, begin, total.numel())
+        kernels.unpack(self.name, self.block, step_bytes.view(torch.float32), codes, total, add=True)
 
 
 class _Passes:
@@ -193,6 +196,7 @@ class Int4(Int8):
     """Half a byte a value: -7 to 7 steps."""
 
     name, most = "int4", 7.0
+    decodes_in_passes = True
     unit = 1 / 16  # nibbles stay in the upper half of their byte: one operation each
     rounding = ROUNDING + 8  # codes from 1 to 15, so that nothing is borrowed from the other nibble
 
@@ -208,8 +212,6 @@ class Int4(Int8):
         codes.view(-1, half).copy_(bits[:, :half])
         codes.bitwise_xor_(0x88)  # from "8 more" to two's complement
 
-    decodes_in_passes = True
-
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
         assert scratch is not None
         (n, width), half = out.shape, -(-out.shape[1] // 2)
@@ -223,6 +225,7 @@ class Fp8(BlockCodec):
     """One byte a value in float8_e4m3fn: precise to 2^-4 of each value, not of the block's largest."""
 
     name, most = "fp8", 448.0
+    decodes_in_passes = True
     unit = 2.0**8  # between the exponents of e4m3 and of fp16
     rounding = 0.0
 
@@ -232,10 +235,8 @@ class Fp8(BlockCodec):
     def _encode(self, quotients: Tensor, codes: Tensor) -> None:
         codes.view(torch.float8_e4m3fn).copy_(quotients.view(-1))
 
-    decodes_in_passes = True
-
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor | None) -> None:
-        """By way of fp16, which has the same bits with one more in the exponent: torch's own conversion takes ten times as long."""
+        """By way of fp16, the same bits with one more in the exponent: torch's own conversion takes ten times as long."""
         assert scratch is not None
         bits = scratch[: codes.numel()].copy_(codes.view(torch.int8))  # the sign in all upper bits
         bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
@@ -265,10 +266,6 @@ def stretches(numel: int, block: int, chunk: int) -> Iterator[tuple[int, int, in
         yield begin, min(begin + chunk, whole), block
     if whole < numel:
         yield whole, numel, numel - whole
-
-
-def _bytes(steps: Tensor, packed: Tensor) -> Tensor:
-    return packed[: steps.numel() * STEP_NBYTES]
 
 
 def _triton_for(values: Tensor, packed: Tensor) -> ModuleType | None:

@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
+"""PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
 
     M (n, m)  the gradient of a matrix on this rank, and the error that was left of the last one
     P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
@@ -55,7 +55,7 @@ class LowRank:
         for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
             begin, end = end, offset + math.prod(shape)
             if offset < begin or end > numel:
-                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
+                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots apart, within {numel} elements")
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if rank * (n + m) < n * m:
                 q = torch.randn(m, rank, generator=generator).to(device)
