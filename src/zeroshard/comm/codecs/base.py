@@ -4,7 +4,8 @@
     parts of several ranks --unpack_sum--> out (numel,) = [out +] scale * their sum, in fp32, in the order of parts
 
 How many bytes there are follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
-every rank, whatever its device.
+every rank, whatever its device. All of it runs under the caller's `torch.no_grad()`, on the current stream; on a GPU nothing
+waits for the device.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
     M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
 
 Q is that of the last step: one step of subspace iteration each time, so P and Q follow the largest singular vectors. Vectors,
-and matrices that would not become smaller, travel as they are. All ranks start from the same Q, and orthogonalize the same P.
+and matrices that would not become smaller, travel as they are. All ranks start from the same Q and orthogonalize the same P: on
+machines of one kind, so that they get the same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LowRank:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
         self.rank, self.numel = rank, numel
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         self._matrices: list[_Matrix] = []
         self._plain: list[slice] = []  # stretches that travel as they are
         end = plain_begin = 0
@@ -58,7 +59,7 @@ class LowRank:
                 raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots apart, within {numel} elements")
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if rank * (n + m) < n * m:
-                q = torch.randn(m, rank, generator=generator).to(device)
+                q = torch.randn(m, rank, generator=generator, device="cpu").to(device)
                 self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
                 self._plain.append(slice(plain_begin, offset))
                 plain_begin = end
