@@ -21,6 +21,10 @@ KINDS = ("groups", "states", "hpz")
 BOTH = ("shared", "tagged")
 
 
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
 def shard(kind, options, stage=3, model=MODEL, make=adamw, **more):
     model = copy.deepcopy(model)
     return zs.shard(model, make(model.parameters()), stage=stage, **options_of(kind, SIZE), **options, **more)
@@ -85,17 +89,17 @@ def test_ranks_that_use_different_units(kind, network):
             assert_equal_runs(outcomes[0], one, f"stage {stage}")
 
 
-def _frozen_and_tied(make):
+def _partly_frozen():
     model = seeded(OddGPT)
     model.blocks[0].into.weight.requires_grad_(False)
     for param in model.blocks[1].parameters():
         param.requires_grad_(False)
-    return make(model)
+    return model
 
 
 @pytest.mark.parametrize("network", BOTH)
 def test_frozen_and_tied_parameters_and_checkpointed_blocks(network):
-    model = _frozen_and_tied(lambda model: model)
+    model = _partly_frozen()
     task = Task(model, token_batches(2, 1, WORLD))
     cells = [{**options_of(kind, SIZE), "stage": 3} for kind in KINDS]
     one = expected(task, WORLD, "states", SIZE, "fp32", [1.0, 1.0], 1.0)
@@ -103,7 +107,7 @@ def test_frozen_and_tied_parameters_and_checkpointed_blocks(network):
     for given in (task, other):
         for outcomes in trained(WORLD, network, given, cells):
             for cell, got in zip(cells, outcomes, strict=True):
-                assert_equal_runs(got, one, str(cell))
+                assert not differences(got.weights, one.weights), str(cell)
 
 
 @pytest.mark.parametrize("network", BOTH)
@@ -219,7 +223,7 @@ def test_uneven_data(kind, network):
     data = token_batches(4, 1, WORLD)
 
     def on_rank(rank, options, stage):
-        model, optimizer = shard(kind, options, stage=stage)
+        model, optimizer = shard(kind, options, stage=stage, make=sgd)
         with zs.join(model):
             for micros in data[: lengths[rank]]:
                 model(*micros[0][rank]).backward()
@@ -229,7 +233,7 @@ def test_uneven_data(kind, network):
 
     for stage in (1, 3) if kind != "hpz" else (3,):
         model = copy.deepcopy(MODEL)
-        optimizer = adamw(model.parameters())
+        optimizer = sgd(model.parameters())
         for step, micros in enumerate(data):
             present = [rank for rank in range(WORLD) if step < lengths[rank]]
             for rank in present:
@@ -239,7 +243,7 @@ def test_uneven_data(kind, network):
         results = on_ranks(WORLD, network, lambda rank, options, stage=stage: on_rank(rank, options, stage))
         for weights in results:
             assert not differences(weights, results[0])
-            assert torch.allclose(flat(weights), flat(model.state_dict()), atol=1e-4)
+            assert torch.allclose(flat(weights), flat(model.state_dict()), atol=1e-6)
 
 
 @pytest.mark.parametrize("network", BOTH)
