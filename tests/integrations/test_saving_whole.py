@@ -181,3 +181,13 @@ def test_what_is_tied_stays_so_in_a_clone():
     same(clone, state)
     assert clone["lm_head.weight"].data_ptr() == clone["model.embed_tokens.weight"].data_ptr() != state["lm_head.weight"].data_ptr()
     assert len({value.data_ptr() for value in clone.values()}) == len(clone) - 1
+
+
+def test_a_model_that_is_born_sharded_tells_who_reads_its_memory_what_to_do():
+    def run(rank):
+        with zs.init(stage=3):
+            born = torch.nn.Linear(4, 4)
+        with pytest.raises(ShardedAccessError, match=r"full_tensor\(\).*before TrainingArguments"):
+            born.weight.detach().numpy()
+
+    run_threads(2, run)
