@@ -18,14 +18,21 @@ UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"  # the key under which M
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:
-    """`item` with every tensor in lists, tuples and dictionaries a copy with storage of its own."""
+    """`item` with every tensor in lists, tuples and dictionaries a copy with storage of its own; what is tied stays so."""
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: Any, copies: dict[Any, Tensor]) -> Any:
     if isinstance(item, Tensor):
-        copy = item.detach().to(device)
-        return copy.clone() if copy.untyped_storage().data_ptr() == item.untyped_storage().data_ptr() else copy
+        place = (item.data_ptr(), item.shape, item.stride(), item.dtype, item.device) if item.numel() else id(item)
+        if place not in copies:
+            copy = item.detach().to(device)
+            copies[place] = copy.clone() if copy.untyped_storage().data_ptr() == item.untyped_storage().data_ptr() else copy
+        return copies[place]
     if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+        return type(item)({key: _cloned(value, device, copies) for key, value in item.items()})
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(_cloned(value, device, copies) for value in item)
     return item
 
 

@@ -73,6 +73,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._running_engine_step = self._step_applied = False
         self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last step
+        self._loss: Any = 0.0  # sum over these of what backward() returned, for the monitor
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
 
@@ -136,6 +137,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         finally:
             handle.remove()
             _scaled.difference_update(tasks)
+        if self.monitor is not None and self.monitor.enabled:
+            self._loss = scaled.detach() + self._loss
         return scaled
 
     def _backward_epilogue(self) -> None:
@@ -249,8 +252,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size()
         else:
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
-        self._backwards = 0
         self._tell()
+        self._backwards, self._loss = 0, 0.0
 
     def _check_used(self) -> None:
         """Raise, on all ranks, where a trained parameter got no gradient on any of them."""
@@ -272,6 +275,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
         if self.monitor is not None and self.monitor.enabled:
             events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if isinstance(self._loss, Tensor):  # by engine.backward(): of this rank, the mean over its micro-batches
+                events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
                 events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
             self.monitor.write_events(events)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from . import stand_ins
+from .parameter_offload import ParameterOffload
 
 
 class EngineOptimizer:
@@ -105,6 +107,11 @@ class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
 
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     """isinstance holds for DeepSpeed's names."""
+
+    @functools.cached_property
+    def parameter_offload(self) -> ParameterOffload:
+        """The model's hooks, as programs that generate while they train ask for them."""
+        return ParameterOffload(self.optimizer.core.runtime.model)
 
 
 class Stage0InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):

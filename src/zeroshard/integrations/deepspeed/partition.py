@@ -313,13 +313,18 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Note that a module's forward uses a parameter of another, which it may do anyway. RuntimeError for what is no parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
+    show_external_parameters(module)
+    module._external_params[id(parameter)] = parameter
+
+
+def show_external_parameters(module: Any) -> None:
+    """Let a module answer `ds_external_parameters()` and `all_parameters()`."""
     if not hasattr(module, "_external_params"):
         module._external_params = {}
         module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
         module.all_parameters = types.MethodType(
             lambda self: itertools.chain(self.named_parameters(recurse=False), self._external_params.items()), module
         )
-    module._external_params[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
