@@ -1,0 +1,29 @@
+"""Training told in numbers, by the real DeepSpeed or by zeroshard in its place: run.py FILE PROGRAM/STAGE/ACCUMULATION/OFFLOAD ...
+
+    python -m torch.distributed.run --nproc-per-node 2 run.py numbers.json raw_engine/3/2/none      # where deepspeed is installed
+    python -m zeroshard.deepspeed run.py numbers.json raw_engine/3/2/none                           # each rank, with torchrun's variables
+
+PROGRAM is a module beside this file with `run(stage, accumulation, offload, folder)`, which trains STEPS steps, saves a
+checkpoint after RESUMED_AT of them, and trains the rest again from it. It returns the numbers of both: {"whole": ..., "resumed": ...},
+lists by name. Rank 0 writes them to FILE: {cell: numbers}. Checkpoints go into FILE's folder.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> None:
+    told, file = {}, Path(sys.argv[1])
+    for cell in sys.argv[2:]:
+        program, stage, accumulation, offload = cell.split("/")
+        folder = file.parent / cell.replace("/", "-")
+        told[cell] = importlib.import_module(program).run(int(stage), int(accumulation), offload, str(folder))
+    if int(os.environ.get("RANK", "0")) == 0:
+        file.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()

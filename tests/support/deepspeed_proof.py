@@ -1,0 +1,92 @@
+"""The same programs with the real DeepSpeed and with zeroshard in its place: numbers of both, and how they are recorded.
+
+    python tests/support/deepspeed_proof.py PYTHON      # of an environment with deepspeed 0.19.8: writes RECORDED anew
+
+A cell, PROGRAM/STAGE/ACCUMULATION/OFFLOAD, is one training of tests/support/deepspeed_programs on two CPU ranks in fp32.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from zeroshard.launch import free_port, rank_environment
+
+PROGRAMS = Path(__file__).parent / "deepspeed_programs"
+RECORDED = Path(__file__).parents[1] / "data" / "deepspeed_numbers.json"
+NEEDS = {  # program: packages besides torch, deepspeed and numpy
+    "raw_engine": (), "accelerate_loop": ("accelerate", "transformers"), "trainer": ("accelerate", "transformers"),
+    "lightning_strategy": ("lightning",), "lora": ("accelerate", "transformers", "peft"),
+}  # fmt: skip
+VERSIONS = ("deepspeed", "torch", "accelerate", "transformers", "lightning", "peft")
+CELLS = [
+    f"{program}/{stage}/{accumulation}/{offload}"
+    for program in ("raw_engine", "accelerate_loop", "trainer", "lightning_strategy")
+    for stage in (1, 2, 3) for accumulation in (1, 4 if program == "raw_engine" else 2) for offload in ("none", "cpu")
+] + ["lora/1/2/none", "lora/2/1/none", "lora/2/2/cpu", "lora/3/2/none", "lora/3/1/cpu"]  # fmt: skip
+TOLERANCE = 1e-5
+
+
+def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None, limit_s: float = 170) -> dict:
+    """{cell: {"whole": ..., "resumed": ...}} as zeroshard has them, or the real DeepSpeed of that Python. Two processes."""
+    folder.mkdir(parents=True)
+    command = [deepspeed_python] if deepspeed_python else [sys.executable, "-m", "zeroshard.deepspeed"]
+    command += [str(PROGRAMS / "run.py"), str(folder / "numbers.json"), *cells]
+    path = {} if deepspeed_python else {"PYTHONPATH": os.pathsep.join(sys.path)}
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | path
+    own |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    port, deadline = free_port(), time.monotonic() + limit_s
+    logs = [open(folder / f"rank{rank}.log", "w+") for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, env=own | rank_environment(rank, 2, port), cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        codes = [rank.wait(max(deadline - time.monotonic(), 0.1)) for rank in ranks]
+    finally:
+        for rank, log in zip(ranks, logs, strict=True):
+            rank.kill()
+            rank.wait()
+            log.close()
+    told = "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
+    assert codes == [0, 0], f"exit codes {codes} of {' '.join(command)}:\n{told}"
+    return json.loads((folder / "numbers.json").read_text())
+
+
+def differences(got: dict[str, list[float]], expected: dict[str, list[float]]) -> list[str]:
+    """What is further apart than TOLERANCE, in words. Of `expected` the last values count, as many as there are in `got`."""
+    found = []
+    for name, values in got.items():
+        wanted = expected[name][-len(values) :] if values else []
+        if len(wanted) != len(values):
+            found.append(f"{name}: {len(values)} values, expected {len(wanted)}")
+        elif (apart := max((abs(a - b) for a, b in zip(values, wanted, strict=True)), default=0.0)) > TOLERANCE or apart != apart:
+            found.append(f"{name}: {apart:.1e} apart: {values}, expected {wanted}")
+    return found
+
+
+def record(deepspeed_python: str) -> None:
+    """Write RECORDED, after seeing that DeepSpeed itself resumes as if there had been no interruption."""
+    ask = f"import importlib.metadata, json; print(json.dumps({{p: importlib.metadata.version(p) for p in {VERSIONS}}}))"
+    versions = json.loads(subprocess.run([deepspeed_python, "-c", ask], capture_output=True, text=True, check=True).stdout)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for program in NEEDS:
+            cells = [cell for cell in CELLS if cell.startswith(program + "/")]
+            found |= numbers(cells, Path(folder) / program, deepspeed_python, limit_s=900)
+            print(f"{program}: {len(cells)} cells", flush=True)
+    for cell, told in found.items():
+        print("\n".join(f"{cell}: DeepSpeed resumes otherwise: {what}" for what in differences(told["resumed"], told["whole"])), end="")
+    rows = [f"  {json.dumps(cell)}: {json.dumps(_short(told['whole']))}" for cell, told in found.items()]
+    RECORDED.write_text(f'{{"versions": {json.dumps(versions)},\n "cells": {{\n' + ",\n".join(rows) + "\n }\n}\n")
+
+
+def _short(told: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [float(f"{value:.8g}") for value in values] for name, values in told.items()}
+
+
+if __name__ == "__main__":
+    record(sys.argv[1])
