@@ -78,6 +78,14 @@ def zero_section(stage: int, offload: str) -> dict:
     return section if offload == "none" else {**section, "offload_optimizer": {"device": offload}}
 
 
+def adamw(model: nn.Module, offload: str, lr: float) -> torch.optim.Optimizer:
+    """What scripts give DeepSpeed: torch's, where states are offloaded DeepSpeed's own for the host."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    kind = torch.optim.AdamW if offload == "none" else DeepSpeedCPUAdam
+    return kind([param for param in model.parameters() if param.requires_grad], lr=lr, weight_decay=0.1)
+
+
 def directions(weights: Iterable[Tensor]) -> list[float]:
     """Each tensor's product with a fixed direction: any element that differs shows."""
     flat = [weight.detach().double().cpu().flatten() for weight in weights]

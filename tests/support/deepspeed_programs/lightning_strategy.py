@@ -1,13 +1,15 @@
-"""Lightning's own DeepSpeedStrategy. It refuses CPUs and asks devices for numbers: a class of one's own lifts the one and gives the other."""
+"""Lightning's Trainer with its DeepSpeedStrategy: optimizer, scheduler, validation and checkpoints of a LightningModule."""
 
 import lightning as L
 import torch
-from common import ADAMW, RESUMED_AT, STEPS, Net, tokens, whole_weights, zero_section
+from common import RESUMED_AT, STEPS, Net, adamw, tokens, whole_weights, zero_section
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
 
 class OnCPU(DeepSpeedStrategy):
+    """Without the refusal of CPUs, and with numbers for devices, which they lack."""
+
     def setup_environment(self) -> None:
         self.parallel_devices = [torch.device("cpu", number) for number in range(len(self.parallel_devices))]
         super(DeepSpeedStrategy, self).setup_environment()
@@ -21,13 +23,7 @@ class Module(L.LightningModule):
         self.told = {"losses": [], "norms": [], "rates": [], "evaluations": []}
 
     def configure_optimizers(self):
-        trained = [param for param in self.net.parameters() if param.requires_grad]
-        if self.offload == "none":
-            optimizer = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
-        else:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-            optimizer = DeepSpeedCPUAdam(trained, lr=0.02, weight_decay=0.1)
+        optimizer = adamw(self.net, self.offload, lr=0.02)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
