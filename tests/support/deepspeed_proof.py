@@ -1,6 +1,6 @@
 """The same programs with the real DeepSpeed and with zeroshard in its place: numbers of both, and how they are recorded.
 
-    python tests/support/deepspeed_proof.py PYTHON [PROGRAM ...]    # of an environment with deepspeed 0.19.8: writes RECORDED anew
+    python tests/support/deepspeed_proof.py PYTHON [PROGRAM ...]    # PYTHON: with deepspeed 0.19.8. Writes RECORDED anew
 
 A cell (deepspeed_programs/cells.py) is one training of a program there, on two CPU ranks in fp32.
 """
@@ -67,7 +67,7 @@ def differences(got: dict[str, list[float]], expected: dict[str, list[float]]) -
 
 
 def record(deepspeed_python: str, programs: list[str]) -> None:
-    """Write RECORDED, of these programs anew, and say where DeepSpeed itself does not resume as if there had been no interruption."""
+    """Write RECORDED, of these programs anew; say where DeepSpeed itself does not resume as without an interruption."""
     ask = f"import importlib.metadata, json; print(json.dumps({{p: importlib.metadata.version(p) for p in {VERSIONS}}}))"
     versions = json.loads(subprocess.run([deepspeed_python, "-c", ask], capture_output=True, text=True, check=True).stdout)
     recorded = json.loads(RECORDED.read_text())["cells"] if RECORDED.exists() else {}

@@ -1,4 +1,4 @@
-"""A loop over Accelerate with its DeepSpeedPlugin: an optimizer and a scheduler of torch, with offload those of the configuration."""
+"""A loop over Accelerate with its DeepSpeedPlugin: torch's optimizer and scheduler, or the configuration's optimizer."""
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -22,9 +22,12 @@ def make(stage: int, accumulation: int, offload: str):
     assert accelerator.distributed_type == DistributedType.DEEPSPEED, accelerator.distributed_type
     set_seed(0)
     model = llama()
-    kind = torch.optim.AdamW if offload == "none" else DummyOptim
-    optimizer = kind(model.parameters(), lr=0.03, weight_decay=0.1)
-    scheduler = StepLR(optimizer, 2, 0.5) if offload == "none" else DummyScheduler(optimizer, lr_scheduler_callable=lambda of: StepLR(of, 2, 0.5))
+    if offload == "none":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03, weight_decay=0.1)
+        scheduler = StepLR(optimizer, 2, 0.5)
+    else:
+        optimizer = DummyOptim(model.parameters(), lr=0.03, weight_decay=0.1)
+        scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda of: StepLR(of, 2, 0.5))
     loader = DataLoader(tokens(2 * 4 * accumulation * STEPS), batch_size=4, shuffle=True)
     return accelerator, *accelerator.prepare(model, optimizer, loader, scheduler)
 

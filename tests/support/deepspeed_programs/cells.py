@@ -26,17 +26,24 @@ KEYS = {  # added to the configuration; "zero": to zero_optimization
     "prescale": {"prescale_gradients": True},
     "comm_fp32": {"communication_data_type": "fp32"},
     "persistent": {"zero": {"stage3_param_persistence_threshold": 10**5}},
-    "small_buckets": {"zero": {"reduce_bucket_size": 50, "allgather_bucket_size": 50, "stage3_prefetch_bucket_size": 30, "stage3_max_live_parameters": 200}},
+    "small_buckets": {
+        "zero": {
+            "reduce_bucket_size": 50, "allgather_bucket_size": 50,
+            "stage3_prefetch_bucket_size": 30, "stage3_max_live_parameters": 200,
+        }
+    },
     "round_robin": {"zero": {"round_robin_gradients": True}},
     "allreduce": {"zero": {"reduce_scatter": False}},
     "plain_layout": {"zero": {"overlap_comm": False, "contiguous_gradients": False}},
     "offload_both": {"zero": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}},
     "offload_part": {"zero": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
 }  # fmt: skip
-STAGE_OF = {"predivide": 1, "prescale": 1, "round_robin": 1, "offload_both": 3, "offload_part": 3, "persistent": 3, "small_buckets": 3}
+STAGE_OF = {  # of what is not for all
+    "predivide": 1, "prescale": 1, "round_robin": 1, "offload_both": 3, "offload_part": 3, "persistent": 3, "small_buckets": 3,
+}  # fmt: skip
 CALLS = (
-    "groups", "lambdas", "callables", "by_hand", "unscaled", "boundaries", "born_sharded", "tied", "loader", "two_losses", "no_sync", "coalesced",
-    "recomputed", "read_states", "rates_by_hand", "sizes",
+    "groups", "lambdas", "callables", "by_hand", "unscaled", "boundaries", "born_sharded", "tied", "loader", "two_losses",
+    "no_sync", "coalesced", "recomputed", "read_states", "rates_by_hand", "sizes",
 )  # fmt: skip
 CELLS = [
     f"{program}/{stage}/{accumulation}/{offload}"

@@ -15,7 +15,8 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 1, bias=False, batch_first=True)  # a bias of keys has rounding errors for gradients
+        # without biases: that of the keys has rounding errors for gradients, which Adam makes large
+        self.attention = nn.MultiheadAttention(width, 1, bias=False, batch_first=True)
         self.mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,8 +61,8 @@ def llama() -> nn.Module:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=16, bos_token_id=0, eos_token_id=1,
+            vocab_size=WORDS, hidden_size=16, intermediate_size=20, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=16, bos_token_id=0, eos_token_id=1,
         )
     )  # fmt: skip
 

@@ -46,9 +46,9 @@ def fit(stage: int, accumulation: int, offload: str, epochs: int, folder: str, r
     """Epochs are of RESUMED_AT steps: in the middle of one Lightning would begin its data again."""
     module = Module(offload)
     trainer = L.Trainer(
-        strategy=OnCPU(config={"zero_optimization": zero_section(stage, offload)}), accelerator="cpu", devices=2, max_epochs=epochs,
-        accumulate_grad_batches=accumulation, gradient_clip_val=0.5, logger=False, enable_checkpointing=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        strategy=OnCPU(config={"zero_optimization": zero_section(stage, offload)}), accelerator="cpu", devices=2,
+        max_epochs=epochs, accumulate_grad_batches=accumulation, gradient_clip_val=0.5, logger=False, enable_checkpointing=False,
+        num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     loader = DataLoader(tokens(2 * 3 * accumulation * RESUMED_AT), batch_size=3)
     trainer.fit(module, loader, DataLoader(tokens(6, seed=7), batch_size=3), ckpt_path=folder if resume else None)

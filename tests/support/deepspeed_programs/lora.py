@@ -8,7 +8,8 @@ from peft import LoraConfig, get_peft_model
 
 def adapted():
     """LoRA's B begins with zeros, which would leave A without gradients in the first step."""
-    model = get_peft_model(llama(), LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0))
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
+    model = get_peft_model(llama(), config)
     draw = torch.Generator().manual_seed(2)
     for name, param in model.named_parameters():
         if "lora_B" in name:

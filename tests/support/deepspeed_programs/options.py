@@ -1,4 +1,4 @@
-"""The engine with one thing beside the usual, which the last part of the cell names: a key of the configuration, or a way to call it."""
+"""The engine with one thing unusual, which the cell names at its end: a key of the configuration, or a way to call it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ def make(stage: int, accumulation: int, name: str) -> tuple:
     """What deepspeed.initialize returns."""
     own = dict(KEYS.get(name, {}))
     config = {
-        "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.7, "steps_per_print": 1000,
-        "zero_optimization": zero_section(stage, "none") | own.pop("zero", {}), "optimizer": ADAMW,
+        "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.7,
+        "zero_optimization": zero_section(stage, "none") | own.pop("zero", {}), "optimizer": ADAMW, "steps_per_print": 1000,
     } | own  # fmt: skip
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=config) if name == "born_sharded" and stage == 3 else contextlib.nullcontext():
@@ -96,7 +96,8 @@ def run(stage: int, accumulation: int, name: str, folder: str) -> dict:
         told["norms"].append(float(engine.get_global_grad_norm()))
         told["rates"] += engine.get_lr()
         if name == "read_states":
-            told["read"] += read(some, safe_get_full_fp32_param) + read(some, lambda param: safe_get_full_optimizer_state(param, "exp_avg"))
+            told["read"] += read(some, safe_get_full_fp32_param)
+            told["read"] += read(some, lambda param: safe_get_full_optimizer_state(param, "exp_avg"))
     engine.eval()
     with torch.no_grad():
         told["evaluations"] = [engine(tokens(5, seed=7)).item()]

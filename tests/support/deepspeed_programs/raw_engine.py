@@ -9,9 +9,9 @@ def make(stage: int, accumulation: int, offload: str):
     torch.manual_seed(0)
     model = Net()
     config = {
-        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.7, "optimizer": ADAMW,
+        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation, "gradient_clipping": 0.7,
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 0.02}},
-        "zero_optimization": zero_section(stage, offload), "steps_per_print": 1000,
+        "zero_optimization": zero_section(stage, offload), "optimizer": ADAMW, "steps_per_print": 1000,
     }  # fmt: skip
     trained = [param for param in model.parameters() if param.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trained, config=config)[0]

@@ -1,11 +1,14 @@
 """Training told in numbers, by the real DeepSpeed or by zeroshard in its place: run.py FILE CELL ...
 
-    python -m torch.distributed.run --nproc-per-node 2 run.py numbers.json raw_engine/3/2/none      # where deepspeed is installed
-    python -m zeroshard.deepspeed run.py numbers.json raw_engine/3/2/none                           # each rank, with torchrun's variables
+    python run.py numbers.json raw_engine/3/2/none                           # where deepspeed is installed
+    python -m zeroshard.deepspeed run.py numbers.json raw_engine/3/2/none    # zeroshard in its place
 
-A cell (cells.py) begins with the name of a module beside this file. Its `run(stage, accumulation, offload, folder)` trains STEPS
-steps, saves a checkpoint after RESUMED_AT of them, trains the rest, and trains that again from the checkpoint. It returns lists of
-numbers by name, of both: {"whole": ..., "resumed": ...}. Rank 0 writes them to FILE, {cell: numbers}; checkpoints go beside it.
+Each rank is started so, with the variables of torchrun.
+
+A cell (cells.py) begins with the name of a module beside this file. Its `run(stage, accumulation, offload, folder)` trains
+STEPS steps, saves a checkpoint after RESUMED_AT of them, trains the rest, and trains that again from the checkpoint. It returns
+lists of numbers by name, of both: {"whole": ..., "resumed": ...}. Rank 0 writes them to FILE, {cell: numbers}; checkpoints go
+beside it.
 """
 
 import importlib

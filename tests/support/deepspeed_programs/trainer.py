@@ -35,7 +35,8 @@ def told_by(trainer: Trainer, first: int) -> dict:
     steps = [entry for entry in log if "grad_norm" in entry]
     return {
         "losses": [entry["loss"] for entry in steps], "norms": [float(entry["grad_norm"]) for entry in steps],
-        "rates": [entry["learning_rate"] for entry in steps], "evaluations": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        "rates": [entry["learning_rate"] for entry in steps],
+        "evaluations": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
     }  # fmt: skip
 
 
@@ -48,7 +49,8 @@ def run(stage: int, accumulation: int, offload: str, folder: str, model=gpt2, fi
         told[name] = told_by(trainer, first)
         if trainer.is_world_process_zero():
             saved = load_file(Path(folder) / name / file)
-            told[name]["weights"] = directions(saved[key] for key in sorted(saved) if not key.endswith("attn.bias"))  # rounding errors
+            keys = [key for key in sorted(saved) if not key.endswith("attn.bias")]  # whose gradients are rounding errors
+            told[name]["weights"] = directions(saved[key] for key in keys)
         trainer.model_wrapped.destroy()
         AcceleratorState._reset_state(True)
     return told

@@ -18,7 +18,7 @@ from ...errors import CheckpointNotFound
 from ...zero.runtime import runtime_of
 from .logs import logger
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # not micro_steps: accumulation begins anew, maybe with other steps
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # not micro_steps: accumulation begins anew
 
 
 class Checkpoints:
