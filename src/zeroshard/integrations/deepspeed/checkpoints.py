@@ -18,7 +18,7 @@ from ...errors import CheckpointNotFound
 from ...zero.runtime import runtime_of
 from .logs import logger
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # not micro_steps: accumulation begins anew
 
 
 class Checkpoints:
@@ -101,7 +101,8 @@ class Checkpoints:
         client_state = loaded.extra.get("client_state") or {}
         if not load_module_only:
             for name, value in (loaded.extra.get("engine") or {}).items():
-                setattr(self, name, value)
+                if name in _COUNTERS:
+                    setattr(self, name, value)
         return str(loaded.path), client_state
 
     # -- whole weights -------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             tasks.append(torch._C._current_graph_task_id())
             _scaled.add(tasks[-1])
 
-        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # whose hook runs before those of loss
         handle = scaled.register_hook(mark)
         try:
             scaled.backward(retain_graph=retain_graph)
