@@ -159,8 +159,8 @@ class Draft:
             )
 
     def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
-        """Give the complete checkpoint its name, for good, and (latest) point `latest` to it. With nothing changed it raises OSError,
-        or CheckpointError: another save may have taken the name meanwhile.
+        """Give the complete checkpoint its name, for good, and (latest) point `latest` to it. With nothing changed it raises
+        OSError, or CheckpointError: another save may have taken the name meanwhile.
 
         The pointer comes first, with the one before on a second line: as long as there is no checkpoint of the new name that
         counts, and one rename makes both right. Not so where a checkpoint is replaced, to which it would point meanwhile.

@@ -106,8 +106,8 @@ def load(
             had, and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
             asked for is refused, and others are left unread, which a line on stderr says.
-        strict: False: parameters and buffers that it lacks stay as they are, what the model has not is passed over, and of what a
-            checkpoint of trained parameters left out nothing is compared. Shapes, and members of groups, are all the same.
+        strict: False: parameters and buffers that it lacks stay as they are, and what the model has not is passed over. Shapes,
+            members of groups, and the base model of what was saved without it, must be the same.
 
     Raises:
         CheckpointNotFound: no complete checkpoint there; CheckpointIncomplete: but one without its manifest.
@@ -374,8 +374,6 @@ class _Loading:
 
     def check_base(self) -> None:
         """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
-        if not self.strict:
-            return
         mine = agreed(self.comm, "zs.load: base model", self._identities, self.opened.path)
         told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
         everyone = [{key: Identity(*fields) for key, fields in other.items()} for other in told]
@@ -385,6 +383,8 @@ class _Loading:
             for other in everyone[1:]:
                 total = total + other[key]
             saved = self.opened.frozen.get(key)
+            if saved is None and not self.strict:
+                continue
             if saved is None or not total.same(Identity(*saved)):
                 tiled = saved is None and name_left_out(key) in map(name_left_out, self.opened.frozen)
                 known = saved[2] if saved else "in other tiles: zs.tile this model as that one was" if tiled else "nothing"

@@ -43,7 +43,7 @@ class Opened:
     module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
     module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
     extras: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras that are not read (ours: without trusted=True), and why
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras (ours: without trusted=True), and why
     scaler: dict[str, Any] | None = None  # the loss scale of others, as ours is kept in `progress`
     # ours alone:
     optimizer: str | None = None  # its class

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...errors import CheckpointError
 from ..safetensors import is_extra_state
 from ..source import Opened

@@ -36,8 +36,8 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 
 
 def convert_to_universal(args: Any = None) -> None:
-    """ds_to_universal.main: a checkpoint, of the engine or of the real DeepSpeed, loads at any number of ranks and stage as it is,
-    so it gets the second name alone.
+    """ds_to_universal.main: a checkpoint (also of the real DeepSpeed) loads at any number of ranks and stage as it is, so it gets
+    the second name alone.
 
     args: an object, or the command line, with input_folder (folder/tag) and output_folder (folder/another tag). Files are linked where the
     file system can, else copied; `latest_universal` beside it names it.

@@ -52,6 +52,13 @@ main()
 class Checkpoints(WholeWeights):
     """Mixed into the engine."""
 
+    _config: Any
+    config: dict[str, Any]
+    basic_optimizer: Any
+    lr_scheduler: Any
+    global_steps: int
+    micro_steps: int
+    dp_world_size: int
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
 
@@ -68,12 +75,12 @@ class Checkpoints(WholeWeights):
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))  # type: ignore[attr-defined]
+        tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
         client_state, comm = client_state or {}, runtime_of(self.module).comm
         saving.save(
-            save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,  # type: ignore[attr-defined]
+            save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,
             extra=self._extra(client_state), trained_only=exclude_frozen_parameters, overwrite=True, latest=save_latest,
-            asynchronous=self._config.checkpoint_writer_decoupled,  # type: ignore[attr-defined]
+            asynchronous=self._config.checkpoint_writer_decoupled,
             files={} if comm.rank else self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
         if comm.rank == 0:
@@ -82,7 +89,7 @@ class Checkpoints(WholeWeights):
 
     def _agreed(self, tag: str) -> str:
         """Rank 0's tag, where ranks differ and checkpoint.tag_validation does not make that an error."""
-        config, comm = self._config, runtime_of(self.module).comm  # type: ignore[attr-defined]
+        config, comm = self._config, runtime_of(self.module).comm
         tags = exchange_values(comm, tag, "save_checkpoint: tag")
         if len(set(tags)) == 1:
             return tag
@@ -94,31 +101,30 @@ class Checkpoints(WholeWeights):
 
     def _facts(self) -> dict[str, Any]:
         """Beside the client's state, as DeepSpeed has it there."""
-        return {"ds_config": json.loads(json.dumps(self.config, default=str)), "ds_version": VERSION}  # type: ignore[attr-defined]
+        return {"ds_config": json.loads(json.dumps(self.config, default=str)), "ds_version": VERSION}
+
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in sorted(_COUNTERS)}
 
     def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        counters = {name: getattr(self, name) for name in _COUNTERS}
         frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        engine = {**counters, "dp_world_size": self.dp_world_size, "frozen": frozen, **self._facts()}  # type: ignore[attr-defined]
+        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, **self._facts()}
         extra = {"client_state": client_state, "engine": engine}
-        scheduler = self.lr_scheduler  # type: ignore[attr-defined]
-        return extra if scheduler is None else {**extra, "lr_scheduler": scheduler}
+        return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
 
     def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, bytes]:
         """The files in DeepSpeed's names, without what takes memory."""
-        scheduler, stage = self.lr_scheduler, self.zero_optimization_stage()  # type: ignore[attr-defined]
+        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()  # type: ignore[attr-defined]
         state = self.module.state_dict(keep_vars=True)
         state = self._without_frozen(state) if exclude_frozen else state
-        module = {
-            name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items() if isinstance(value, Tensor)
-        }
-        shared = {"dp_world_size": self.dp_world_size, "mp_world_size": 1, **self._facts()}  # type: ignore[attr-defined]
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
         model = {
-            "module": module, "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
-            "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **{name: getattr(self, name) for name in _COUNTERS},
-            **shared, **client_state,
+            "module": {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()},
+            "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
+            "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
-        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **shared}  # type: ignore[attr-defined]
+        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
         files = {}
         for name, content in {MODEL_FILE: model, **({OPTIMIZER_FILE: optimizer} if stage else {})}.items():
             out = io.BytesIO()
@@ -149,7 +155,7 @@ class Checkpoints(WholeWeights):
         try:
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
-            logger.info(f"Warning: Could not change permissions for {dst} due to error: {error}. Continuing without changing permissions.")
+            logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -158,9 +164,10 @@ class Checkpoints(WholeWeights):
         load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
         trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Load a checkpoint of any stage and number of ranks (collective): (its path, client_state), or (None, None) without `latest`.
+        """Load a checkpoint of any stage and number of ranks (collective).
 
-        Also taken are those that the real DeepSpeed wrote, and its universal ones. client_state: what was saved as such, with
+        Returns its path and client_state, (None, None) where there is no `latest`. Also taken are those that the real DeepSpeed
+        wrote, and its universal ones. client_state: what was saved as such, with
         DeepSpeed's own entries ds_config, ds_version and global_samples. Accumulated gradients are dropped, and counting goes on
         at the beginning of a step.
 
@@ -180,8 +187,8 @@ class Checkpoints(WholeWeights):
         if folder is None:
             return None, None
         wanted = load_optimizer_states and not load_module_only
-        optimizer = self.basic_optimizer if wanted else None  # type: ignore[attr-defined]
-        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None  # type: ignore[attr-defined]
+        optimizer = self.basic_optimizer if wanted else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
         opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)
         engine, saved, client_state = agreed(runtime.comm, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
         if scheduler is not None and saved is None:
@@ -196,8 +203,10 @@ class Checkpoints(WholeWeights):
             self._load_by(custom_load_fn, opened)
         if scheduler is not None:
             scheduler.load_state_dict(saved)
-            if optimizer is not None and all(group.keys() == {"params"} for group in opened.groups or ()):  # "elastic" ones have no rates
-                for group, rate in zip(optimizer.param_groups, scheduler.get_lr(), strict=True):
+            if optimizer is not None and all("lr" not in group for group in opened.groups or ()):  # DeepSpeed's "elastic" ones
+                torchs = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+                rates = scheduler.get_last_lr() if torchs else scheduler.get_lr()
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
         if not load_module_only:
             for name in _COUNTERS & engine.keys():
@@ -209,14 +218,14 @@ class Checkpoints(WholeWeights):
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:
         """Of the tag that is meant; None where none is. Raises CheckpointNotFound, ValueError (on every rank)."""
-        pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST  # type: ignore[attr-defined]
+        pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
         comm = runtime_of(self.module).comm
         tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
         tag = tags[0]
         if tag is None and pointer != LATEST:
-            raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave checkpoint.load_universal out")
+            raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave load_universal out")
         if tag is None:
-            logger.warning(f"Unable to find latest file at {root / LATEST}: pass a tag, or a folder that save_checkpoint wrote to.")
+            logger.warning(f"Unable to find latest file at {root / LATEST}: pass a tag, or a folder of save_checkpoint")
             return None
         if not all(exchange_values(comm, (root / tag).is_dir(), "load_checkpoint: is it there")):
             has = sorted(path.name for path in root.glob("*/") if path.name[0] != ".")[:20]

@@ -52,7 +52,8 @@ class WholeWeights:
         return destination
 
     def _without_frozen(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-        frozen = {f"{prefix}{name}" for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {f"{prefix}{name}" for name, param in named if not param.requires_grad}
         return {name: value for name, value in state.items() if name not in frozen}
 
     def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
@@ -91,7 +92,8 @@ class WholeWeights:
         stage3_gather_16bit_weights_on_model_save is.
         """
         path = os.path.join(save_dir, save_filename)
-        if self.zero_optimization_partition_weights() and not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
+        sharded = self.zero_optimization_partition_weights()  # type: ignore[attr-defined]
+        if sharded and not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
             logger.info(f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False")
             return False
         state = self._whole_on_rank_0(exclude_frozen_parameters)

@@ -212,7 +212,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="of the checkpoint, as global_step14; without: what the file latest names")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that are not trained")
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
-    given = parser.parse_args(arguments)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir, given.output_dir, given.max_shard_size, given.safe_serialization, given.tag, given.exclude_frozen_parameters
-    )
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
