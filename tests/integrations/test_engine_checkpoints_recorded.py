@@ -3,6 +3,7 @@
 Those recorded lie beside; where DEEPSPEED_PYTHON names the Python of an environment with DeepSpeed, all are written anew.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -31,14 +32,14 @@ DEEPSPEED_PYTHON = os.environ.get("DEEPSPEED_PYTHON")
 WEIGHTS = recorded.net().state_dict()
 ELSEWHERE = [  # case, stage and number of ranks that go on
     ("stage0", 1, 2), ("stage1", 3, 4), ("stage2", 3, 1), ("stage3", 2, 4), ("stage3", 3, 2), ("stage2-bf16", 1, 4),
-    ("stage3-offload", 0, 2), ("stage1-elastic", 2, 4),
+    ("stage3-offload", 0, 2), ("stage1-elastic", 2, 4), ("stage3-trained", 1, 2),
 ]  # fmt: skip
 
 
-def engine_of(stage, world, precision="fp32", **more):
+def engine_of(stage, world, precision="fp32", frozen_are_there=False, **more):
     """Threads share torch's generator, so weights are not drawn there; they differ from those that were saved."""
     model = recorded.Net()
-    model.load_state_dict({name: value + 1 for name, value in WEIGHTS.items()})
+    model.load_state_dict({name: value + (not frozen_are_there or "frozen" not in name) for name, value in WEIGHTS.items()})
     config = {**recorded.config(stage, precision, {}, world), **more}
     return deepspeed.initialize(model=model, model_parameters=recorded.groups_of(model), config=config)[0]
 
@@ -47,9 +48,10 @@ def check(folder, case, stage, world, **more):
     told, precision = json.loads((folder / f"{case}.json").read_text()), recorded.CASES[case][1]
 
     def go_on(rank):
-        engine = engine_of(stage, world, precision, **more)
+        trained = case.endswith("-trained")
+        engine = engine_of(stage, world, precision, frozen_are_there=trained, **more)
         engine.micro_steps = 1  # what is accumulated is dropped, and counting begins anew
-        path, client_state = engine.load_checkpoint(str(folder / case))
+        path, client_state = engine.load_checkpoint(str(folder / case), load_module_strict=not trained)
         assert Path(path).is_file() and path.endswith("mp_rank_00_model_states.pt")
         assert client_state["epoch"] == 3 and torch.equal(client_state["seen"], torch.arange(3))
         assert client_state["global_samples"] == 24 and client_state["ds_version"] == "0.19.8"
@@ -124,6 +126,16 @@ def test_parts_of_one():
     engine = engine_of(1, 1)
     engine.load_checkpoint(str(RECORDED / "stage2"), load_lr_scheduler_states=False)
     assert engine.lr_scheduler.last_batch_iteration == -1 and "hidden.weight" in states(engine)
+
+
+def test_objects_of_classes_by_ones_word_alone(capfd):
+    engine = engine_of(2, 1)
+    with pytest.raises(CheckpointMismatch, match="missing.*frozen.weight"):
+        engine.load_checkpoint(str(RECORDED / "stage3-trained"))
+    for trusted in (False, True):
+        state = engine.load_checkpoint(str(RECORDED / "stage3-trained"), load_module_strict=False, trusted=trusted)[1]
+        assert state.get("args") == (argparse.Namespace(lr=3) if trusted else None)
+    assert "left extra args of rank 0 unread, of classes" in capfd.readouterr().err
 
 
 def test_what_does_not_fit(tmp_path):

@@ -429,11 +429,11 @@ class _Loading:
                     check(found[name])
                 except Exception as error:
                     raise self._refused(name, error, "nothing was changed") from error
-        left = sorted(unread if self.comm.rank == 0 else unread.keys() - self.opened.shared_extras.keys())
-        if left:
-            what = f"extra {', '.join(left)} of rank {self.comm.rank}"
-            why = "which needs trusted=True" if self.opened.ours else "of classes that are not loaded from files of others"
-            print(f"zeroshard: {self.opened.path}: left {what} unread, {why}", file=sys.stderr)
+        alike, ours = self.opened.shared_extras.keys(), self.opened.ours
+        if left := sorted(unread if self.comm.rank == 0 else unread.keys() - alike if ours else ()):
+            why = "which needs trusted=True" if ours else "of classes that are not loaded from files of others"
+            what = f"extra {', '.join(left)} of rank {self.comm.rank} unread, {why}"
+            print(f"zeroshard: {self.opened.path}: left {what}", file=sys.stderr)
         return found
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:

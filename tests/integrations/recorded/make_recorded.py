@@ -6,6 +6,7 @@ OUT/CASE is the checkpoint that DeepSpeed writes after BEFORE steps, OUT/CASE.js
 after it. A step's samples do not depend on the number of ranks, so it can be gone on with at any.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ CASES = {  # name: stage, precision, options of zero_optimization, world size
     "stage2-offload": (2, "fp32", {"offload_optimizer": {"device": "cpu"}}, 2),
     "stage3-offload": (3, "fp32", {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}, 2),
     "stage1-elastic": (1, "fp32", {"elastic_checkpoint": True}, 2),
+    "stage3-trained": (3, "fp32", {}, 2),  # saved without frozen parameters, and with an object of a class in client_state
 }  # fmt: skip
 
 
@@ -103,7 +105,9 @@ def record(out: Path, case: str) -> None:
     model = net()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config(stage, precision, zero, world))
     train(engine, range(BEFORE), rank, world)
-    engine.save_checkpoint(str(out / case), client_state={"epoch": 3, "seen": torch.arange(3)})
+    state, trained = {"epoch": 3, "seen": torch.arange(3)}, case.endswith("-trained")
+    state |= {"args": argparse.Namespace(lr=3)} if trained else {}
+    engine.save_checkpoint(str(out / case), client_state=state, exclude_frozen_parameters=trained)
     losses = torch.tensor(train(engine, range(BEFORE, BEFORE + AFTER), rank, world))
     dist.all_reduce(losses)
     if rank == 0:

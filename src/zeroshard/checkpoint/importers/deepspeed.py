@@ -68,13 +68,20 @@ def open_deepspeed(path: Path) -> Opened:
         _check_count(folder, optimizers)
         _add_flat(opened, first, optimizers, stage3)
         opened.scaler = scaler_of(optimizers[0].get("loss_scaler"))
-    elif isinstance(first.get("optimizer"), Mapping) and isinstance(first["optimizer"].get("state"), Mapping):  # stage 0 in fp32
-        opened.states = {number: dict(state) for number, state in first["optimizer"]["state"].items()}
-        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in first["optimizer"]["param_groups"]]
+    elif isinstance(first.get("optimizer"), Mapping):
+        _add_numbered(opened, first["optimizer"])
     for alias, name in (first.get("shared_params") or {}).items():
         if name in opened.model:
             opened.model[alias] = opened.model[name]
     return opened
+
+
+def _add_numbered(opened: Opened, optimizer: Any) -> None:
+    """States of stage 0, by the parameters' numbers. Masters of 16-bit values have no names there, and are left."""
+    optimizer = optimizer.get("optimizer_state_dict", optimizer)
+    if isinstance(optimizer.get("state"), Mapping):
+        opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
+        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in optimizer["param_groups"]]
 
 
 def checked_folder(path: Path) -> Path:

@@ -244,6 +244,9 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     """(the engine's counters and facts, the scheduler's state or None, client_state). Raises Untrusted."""
     extras = dict(opened.extras)
     if not opened.ours:
+        if trusted and opened.unread:
+            whole = torch.load(_path_of(opened.path), map_location="cpu", mmap=True, weights_only=False)
+            extras |= {name: whole[name] for name in opened.unread}
         engine = {name: extras[name] for name in (*_COUNTERS, *_FACTS, "dp_world_size") if name in extras}
         scheduler = extras.get("lr_scheduler")
         return engine, scheduler, {name: value for name, value in extras.items() if name not in _TAKEN}
