@@ -198,7 +198,10 @@ class Checkpoints(WholeWeights):
             )
         self._hold(False)  # type: ignore[attr-defined]
         if custom_load_fn is None or optimizer is not None:
-            loading.load(folder, self.module, optimizer, rng=False, trusted=trusted, strict=load_module_strict)
+            try:
+                loading.load(folder, self.module, optimizer, rng=False, trusted=trusted, strict=load_module_strict)
+            except CheckpointMismatch as error:
+                raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from error.__cause__
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, opened)
         if scheduler is not None:
