@@ -15,7 +15,7 @@ from torch import nn
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, CheckpointNotFound
-from zeroshard.integrations.deepspeed import whole_weights, zero_to_fp32
+from zeroshard.integrations.deepspeed import checkpoints, whole_weights, zero_to_fp32
 from zeroshard.integrations.deepspeed.checkpoint_tools import convert_to_universal
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -61,6 +61,9 @@ def test_tags_and_latest(tmp_path):
     engine, *_ = deepspeed.initialize(model=net(), config=config(2, 1, 1))
     assert engine.load_checkpoint(tmp_path) == (None, None)
     engine.save_checkpoint(tmp_path, tag="first")
+    (tmp_path / "latest").write_text("killed\nfirst\n")  # as a save leaves it that did not come to its end
+    assert "first" in engine.load_checkpoint(tmp_path)[0]
+    (tmp_path / "latest").write_text("first\n")
     engine.save_checkpoint(tmp_path, tag="second", save_latest=False)
     assert (tmp_path / "latest").read_text().strip() == "first"
     engine.save_checkpoint(tmp_path, tag="first", client_state={"again": True})  # a tag is overwritten
@@ -300,7 +303,7 @@ def test_weights_by_a_function(stage, tmp_path):
         assert all(torch.equal(other[name], 2 * value) for name, value in WEIGHTS.items())
 
 
-def test_client_states(tmp_path):
+def test_client_states(tmp_path, monkeypatch):
     """Of ranks that differ: each its own, rank 0's where there are others. Of classes of one's own: by one's word alone."""
     def saved(rank):
         engine, *_ = deepspeed.initialize(model=net(), config=config(1, 2, 1))
@@ -314,7 +317,10 @@ def test_client_states(tmp_path):
         assert engine.load_checkpoint(tmp_path, tag="object", trusted=True)[1]["where"] == Path("a")
         return engine.load_checkpoint(tmp_path, tag="differ")[1]["rank"]
 
+    told = []
+    monkeypatch.setattr(checkpoints, "warning_once", told.append)
     run_threads(2, saved)
+    assert len(told) == 1 and "pathlib" in told[0]  # when it is saved
     assert run_threads(2, body, 2) == [0, 1] and run_threads(1, body, 1) == [0]
 
 

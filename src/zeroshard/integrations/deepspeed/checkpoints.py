@@ -15,6 +15,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,7 @@ from ...comm.codec import exchange_values
 from ...errors import CheckpointMismatch, CheckpointNotFound
 from ...zero.runtime import runtime_of
 from . import VERSION
-from .logs import logger
+from .logs import logger, warning_once
 from .partition import GatheredParameters
 from .whole_weights import WholeWeights, read_whole
 
@@ -130,6 +132,14 @@ class Checkpoints(WholeWeights):
             out = io.BytesIO()
             torch.save(content, out)
             files[name] = out.getvalue()
+        try:
+            torch.load(io.BytesIO(files[MODEL_FILE]), weights_only=True)
+        except pickle.UnpicklingError as error:
+            kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+            warning_once(
+                f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
+                "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
+            )
         return files
 
     def _get_buffer_names(self) -> list[str]:
@@ -201,7 +211,7 @@ class Checkpoints(WholeWeights):
             try:
                 loading.load(folder, self.module, optimizer, rng=False, trusted=trusted, strict=load_module_strict)
             except CheckpointMismatch as error:
-                raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from error.__cause__
+                raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from None
         if custom_load_fn is not None:
             self._load_by(custom_load_fn, opened)
         if scheduler is not None:
@@ -270,9 +280,9 @@ def _path_of(folder: Path) -> str:
 
 
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
-    """What the pointer names; None where there is none."""
+    """What the pointer names; None where there is none. A save that was killed leaves the one before on a second line."""
     try:
-        lines = (root / pointer).read_text().split("\n")
+        names = (root / pointer).read_text().split()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return lines[0].strip() or None
+    return next((name for name in names if (root / name).is_dir()), next(iter(names), None))
