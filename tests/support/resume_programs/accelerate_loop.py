@@ -1,11 +1,8 @@
-"""Accelerate's save_state and load_state with its DeepSpeedPlugin: accelerate_loop.py FOLDER STAGE ...
+"""Accelerate's save_state and load_state with its DeepSpeedPlugin.
 
-Prints, on rank 0, a line of JSON for each stage: losses of the uninterrupted run and of one that goes on from its middle.
+Told: losses, rates and weights of the uninterrupted run and of one that goes on from its middle.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -29,7 +26,7 @@ class Counter:
         self.count = state["count"]
 
 
-def run(folder: str, stage: int, go_on: bool) -> dict:
+def train(folder: str, stage: int, go_on: bool) -> dict:
     AcceleratorState._reset_state(True)
     PartialState(backend="gloo")
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=0.5, zero3_save_16bit_model=True)
@@ -69,8 +66,5 @@ def run(folder: str, stage: int, go_on: bool) -> dict:
     return {**told, "weights": [float(value.double().norm()) for value in (whole or {}).values()]}
 
 
-if __name__ == "__main__":
-    for stage in map(int, sys.argv[2:]):
-        told = {"stage": stage, "whole": run(f"{sys.argv[1]}/{stage}", stage, False), "resumed": run(f"{sys.argv[1]}/{stage}", stage, True)}
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("TOLD " + json.dumps(told), flush=True)
+def run(folder: str, stage: int) -> dict:
+    return {"whole": train(folder, stage, False), "resumed": train(folder, stage, True)}

@@ -1,12 +1,9 @@
-"""Trainer with deepspeed=...: rotation, the best model at the end, going on. trainer.py FOLDER STAGE ...
+"""Trainer with deepspeed=...: rotation, the best model at the end, going on.
 
-Prints, on rank 0, a line of JSON for each stage: losses of the uninterrupted run and of one that goes on from its middle; what
-is left of checkpoints; whether the best model's weights were loaded at the end.
+Told: losses of the uninterrupted run and of one that goes on from its middle; what is left of checkpoints; whether the best
+model's weights were loaded at the end.
 """
 
-import json
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -49,7 +46,7 @@ def run(folder: str, stage: int) -> dict:
 
     whole = trainer_of(folder, stage)
     whole.train()
-    told = {"stage": stage, "left": sorted(path.name for path in Path(folder).glob("checkpoint-*")), "losses": losses_of(whole)}
+    told = {"left": sorted(path.name for path in Path(folder).glob("checkpoint-*")), "losses": losses_of(whole)}
     best = whole.state.best_model_checkpoint
     told["best"] = Path(best).name
     told["evaluation"] = [whole.evaluate()["eval_loss"], whole.state.best_metric]
@@ -62,9 +59,3 @@ def run(folder: str, stage: int) -> dict:
     told["resumed"] = losses_of(again)
     return told
 
-
-if __name__ == "__main__":
-    for stage in map(int, sys.argv[2:]):
-        told = run(f"{sys.argv[1]}/{stage}", stage)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print("TOLD " + json.dumps(told), flush=True)
