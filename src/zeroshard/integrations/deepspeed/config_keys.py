@@ -299,7 +299,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     ),
     "checkpoint": (
         _H("tag_validation", "Warn", "Ignore, Warn or Fail where tags differ between ranks"),
-        _N("load_universal", False, "every checkpoint loads at any number of ranks"),
+        _H("load_universal", False, "load_checkpoint without a tag takes what latest_universal names"),
         _N("use_node_local_storage", False, "ranks write into one folder that all of them see"),
         _H("parallel_write", None, "below"),
         _N("parallel_write.pipeline_stage", False, "there are no pipeline stages; ranks always write at the same time"),
@@ -308,8 +308,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {
             "type": "FAST", "io_buffer_size": 64 << 20, "io_buffer_double": True, "io_multiplier": 1, "show_statistics": False,
             "data_parallel": None}.items()),
-        _N("writer.decoupled", False,
-            "save_checkpoint returns when the checkpoint is complete; zs.save(asynchronous=True) does not wait"),
+        _H("writer.decoupled", False, "save_checkpoint returns when all is copied to host memory, and a thread writes it"),
     ),
     "tensorboard": _WRITTEN,
     "csv_monitor": _WRITTEN,

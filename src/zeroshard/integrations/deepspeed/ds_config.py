@@ -241,6 +241,7 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
         self.load_universal_checkpoint = section["load_universal"]
         self.use_node_local_storage = section["use_node_local_storage"]
+        self.checkpoint_writer_decoupled = bool((section["writer"] or {}).get("decoupled", False))
         pipelined = _section(section, "parallel_write", within="checkpoint").get("pipeline_stage", False)
         if pipelined not in (True, False, "auto"):
             raise DeepSpeedConfigError(f"checkpoint.parallel_write.pipeline_stage: expected true or false, got {pipelined!r}.")

@@ -186,8 +186,9 @@ _TABLE = {
         "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module "
         "z3_leaf_parameter",
     "utils.zero_to_fp32":
-        "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-        "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint",
+        "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+        "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files "
+        "load_state_dict_from_zero_checkpoint main to_torch_tensor",
     "zero":
         "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter",
