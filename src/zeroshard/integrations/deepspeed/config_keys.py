@@ -109,7 +109,7 @@ _TOP = (
     _H("managed_gradient_accumulation", True, "false: every step() updates, the caller scales the loss"),
     _H("optimizer", None, "built where initialize() is given none"),
     _H("optimizer.type", None,
-        "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, or a class of torch.optim; others are refused by name"),
+        "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, Muon, or a class of torch.optim; others are refused by name"),
     _H("optimizer.params", None, "arguments of the class"),
     *(_H(f"optimizer.params.{name}", value, "argument of the class") for name, value in {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "amsgrad": False}.items()),
@@ -121,9 +121,10 @@ _TOP = (
     _N("optimizer.params.fp32_optimizer_states", True,
         "states have the dtype of the masters, fp32 unless bf16_master_weights_and_grads"),
     _R("optimizer.params.max_grad_norm", None, "set gradient_clipping at the top level instead"),
-    *(_R(f"optimizer.params.{name}", value,
-        "of the optimizer Muon, which is refused: pass an optimizer to initialize(optimizer=...)")
-      for name, value in {"muon_lr": None, "adam_lr": None, "ns_method": "gram", "per_head_muon": None}.items()),
+    _H("optimizer.params.muon_lr", None, "Muon: lr of the matrices that it steps"),
+    _H("optimizer.params.adam_lr", None, "Muon: lr of the others, which AdamW steps"),
+    _N("optimizer.params.ns_method", "gram", "Muon orthogonalizes by the Newton-Schulz iteration of torch.optim.Muon"),
+    _R("optimizer.params.per_head_muon", None, "leave it out: Muon orthogonalizes whole matrices"),
     _N("optimizer.legacy_fusion", False, "there are no fused kernels to choose from"),
     _H("scheduler", None, "built where initialize() is given none"),
     _H("scheduler.type", None,

@@ -109,8 +109,11 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             return None
         return grad / self.gradient_accumulation_steps()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice."""
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
+
+        retain_graph: nothing is to be told here: a graph that is kept can be gone through again.
+        """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         factor = self._loss_scale()
@@ -129,7 +132,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             tasks.append(torch._C._current_graph_task_id())
             _scaled.add(tasks[-1])
 
-        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # whose hook runs before those of loss
         handle = scaled.register_hook(mark)
         try:
             scaled.backward(retain_graph=retain_graph)

@@ -126,7 +126,7 @@ _TABLE = {
         "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
         "noop_decorator required_torch_version see_memory_usage set_random_seed",
     "runtime.zero":
-        "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "parameter_offload: unwrap_model_for_generation; partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter; stand_ins: TiledLinear",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
@@ -135,7 +135,8 @@ _TABLE = {
         "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES; "
         "sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config":
-        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
+        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "OffloadStateTypeEnum",
     "runtime.zero.partition_parameters":
         "accelerator: get_accelerator; partition: DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride "
         "GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType _orig_torch_arange "
@@ -143,7 +144,8 @@ _TABLE = {
         "_orig_torch_zeros is_zero_param partitioned_param_data_shape register_external_parameter "
         "restore_init_context shutdown_init_context unregister_external_parameter "
         "zero_wrapper_for_fp_tensor_constructor",
-    "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.stage3":
+        "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": "stand_ins: TiledLinear",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
