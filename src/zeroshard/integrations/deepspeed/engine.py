@@ -93,21 +93,26 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             args, kwargs = map_tensors(_half, (args, kwargs))
         with self._autocast():
             output = self.module(*args, **kwargs)
-        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled() and self.optimizer is not None:
+        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._divide_unless_scaled)
+                    tensor.register_hook(self._scale_unless_scaled)
         return output
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         dtype = self._config.torch_autocast_dtype if self._config.torch_autocast_enabled else None
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _divide_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        """Gradients of `loss.backward()`, without the engine, are a mean over micro-batches as well."""
-        if torch._C._current_graph_task_id() in _scaled:
-            return None
-        return grad / self.gradient_accumulation_steps()
+    def _gradient_factor(self) -> float:
+        """Of gradients of `loss.backward()`, without the engine: a mean over micro-batches; over ranks a mean or a sum."""
+        return self._ranks_summed() / self.gradient_accumulation_steps()
+
+    def _ranks_summed(self) -> int:
+        """By how much the mean over ranks is smaller than what the configuration asks for."""
+        return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
+
+    def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
+        return None if torch._C._current_graph_task_id() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
@@ -128,9 +133,10 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         steps = self.gradient_accumulation_steps()
         tasks: list[int] = []
 
-        def mark(grad: Tensor) -> None:
+        def mark(grad: Tensor) -> Tensor:
             tasks.append(torch._C._current_graph_task_id())
             _scaled.add(tasks[-1])
+            return grad * self._ranks_summed()
 
         scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # whose hook runs before those of loss
         handle = scaled.register_hook(mark)

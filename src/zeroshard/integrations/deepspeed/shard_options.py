@@ -14,6 +14,7 @@ from ...errors import did_you_mean
 from ...optim.lion import Lion
 from ...optim.muon import Muon
 from .config_keys import KEYS, Treatment
+from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
 from .partition import is_zero_param
 from .sections import DeepSpeedConfigError, Section
@@ -137,8 +138,11 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         if not params.pop("bias_correction", True):
             raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
         decoupled = low == "adamw" or given.get("adam_w_mode", True)
-        defaults = {} if given.get("torch_adam") else _ADAM
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **{**defaults, **params})
+        if given.get("torch_adam") or params.get("amsgrad"):  # DeepSpeed's own classes have no such variant
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **({} if given.get("torch_adam") else _ADAM) | params)
+        if _is_offloaded(config.zero_config.offload_optimizer):
+            return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
+        return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})
     if low == "lion":
         return Lion(parameters, **{**_LION, **params})
     if low == "muon":

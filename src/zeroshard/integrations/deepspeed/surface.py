@@ -126,7 +126,7 @@ _TABLE = {
         "get_only_unique_item get_tensor_bytes maybe_loss_for_backward memory_status move_to_device noop_context "
         "noop_decorator required_torch_version see_memory_usage set_random_seed",
     "runtime.zero":
-        "parameter_offload: unwrap_model_for_generation; partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
+        "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter; stand_ins: TiledLinear",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
@@ -144,8 +144,7 @@ _TABLE = {
         "_orig_torch_zeros is_zero_param partitioned_param_data_shape register_external_parameter "
         "restore_init_context shutdown_init_context unregister_external_parameter "
         "zero_wrapper_for_fp_tensor_constructor",
-    "runtime.zero.stage3":
-        "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": "stand_ins: TiledLinear",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
