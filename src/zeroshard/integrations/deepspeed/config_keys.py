@@ -282,7 +282,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     "torch_autocast": (
         _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
         _H("dtype", None, "of torch.autocast"),
-        _R("lower_precision_safe_modules", None, "leave it out: torch.autocast chooses by operation, for all modules alike"),
+        _N("lower_precision_safe_modules", None, "it is about what is sent alone: gradients of all modules are sent in communication_data_type"),
     ),
     "activation_checkpointing": (
         _N("partition_activations", False, "activations are partitioned over model-parallel ranks, of which there are none"),

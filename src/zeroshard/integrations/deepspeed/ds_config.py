@@ -214,6 +214,9 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(
                 "torch_autocast.dtype = float16 is not supported: fp32 parameters have no loss scale. Use bfloat16, or fp16.enabled instead."
             )
+        safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
+        if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):
+            raise ValueError(f"torch_autocast.lower_precision_safe_modules: expected a list of class paths, got {safe!r}.")
         types = _with_defaults(given, "data_types")
         for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
             dtype_of(f"data_types.{name}", types[name])
@@ -290,6 +293,11 @@ class DeepSpeedConfig:
         if self.float16_config.enabled:
             return torch.float16
         return torch.bfloat16 if self.bfloat16_config.enabled else torch.float32
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which gradients accumulate."""
+        return dtype_of("data_types.grad_accum_dtype", self.grad_accum_dtype) or self.model_dtype
 
     # -- saying it ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ... import api
 from ...errors import ZeroshardError
+from ...optim.offload_states import offload_states, reload_states
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
@@ -316,6 +317,17 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             options["backend"] = backend
         self.module.compile(**options)
         self.is_compiled = True
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """`zs.offload_states`: states leave the device until `reload_states` (collective). include: of OffloadStateTypeEnum; None: all."""
+        names = None if include is None else [getattr(state, "value", state) for state in include]
+        offload_states(self.module, names, getattr(device, "value", device), pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved (collective). It is back when this returns."""
+        reload_states(self.module)
 
     def empty_partition_cache(self) -> None:
         """Nothing stays gathered between steps but what the configuration keeps."""

@@ -38,7 +38,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options["max_grad_norm"] = config.gradient_clipping
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
-    options["gradient_dtype"] = dtype_of("data_types.grad_accum_dtype", config.grad_accum_dtype) or config.model_dtype
+    options["gradient_dtype"] = config.gradient_dtype
     if zero.stage == 3:
         options |= _gathering(config)
     for name, lowest in OFFLOAD_STAGES.items():
