@@ -138,7 +138,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         if not params.pop("bias_correction", True):
             raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
         decoupled = low == "adamw" or given.get("adam_w_mode", True)
-        if given.get("torch_adam") or params.get("amsgrad"):  # DeepSpeed's own classes have no such variant
+        if given.get("torch_adam") or params.keys() - _ADAM.keys():  # options that DeepSpeed's own classes do not have
             return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **({} if given.get("torch_adam") else _ADAM) | params)
         if _is_offloaded(config.zero_config.offload_optimizer):
             return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
