@@ -169,6 +169,23 @@ def test_what_one_rank_writes(stage):
         same(value, BASE.first.weight.detach() if stage == 1 else torch.full((7, 7), 3.0), "weight", 0.0)
 
 
+def test_a_write_without_a_rank_raises_where_checks_are_asked_for():
+    """On every rank, also where one alone has written."""
+
+    def body(rank):
+        config = {**STAGE3, "zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
+        with Init(config_dict_or_path=config), one_at_a_time:
+            model = nn.Linear(4, 4)
+        with pytest.raises(RuntimeError, match="in-place modification of Linear.weight"):
+            with GatheredParameters(model.weight), torch.no_grad():
+                if rank == 1:
+                    model.weight.zero_()
+        with GatheredParameters(model.weight):
+            return bool(model.weight.abs().sum() > 0)
+
+    assert run_threads(2, body) == [True, True]
+
+
 def test_a_write_without_a_rank_is_dropped_and_told_once(told):
     def run(rank):
         model, _ = zs.shard(copy.deepcopy(BASE), None, stage=3)

@@ -217,7 +217,7 @@ _ZERO = (
     _N("pipeline_loading_checkpoint", False, "ranks read only what they keep, so they need not take turns", "bool"),
     _N("override_module_apply", True, "Module.apply under zero.Init sees whole parameters in any case", "bool"),
     _N("log_trace_cache_warnings", False, "there is no trace cache to warn about", "bool"),
-    _N("enable_sanity_checks", False, "checks are always on", "bool"),
+    _H("enable_sanity_checks", False, "what is written in GatheredParameters without modifier_rank raises; all other checks are always on", "bool"),
     _N("save_muon_momentum_buffer_in_memory", False, "states rest where offload_optimizer says", "bool"),
     _H("leaf_module", None, "below", "leaf_module"),
     _H("leaf_module.classes", ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

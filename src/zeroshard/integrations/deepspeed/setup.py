@@ -100,6 +100,7 @@ def _initialize(
     known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": MonitorMaster(config.monitor_config)}
     engine = DeepSpeedEngine(model, basic, config, **known)
     partition.attach(model)
+    partition.check_writes(config.zero_config.enable_sanity_checks)
     engine.lr_scheduler = _scheduler(lr_scheduler, engine, config)
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
