@@ -15,6 +15,7 @@ from zoo import Stack, adamw, run_threads, same, seeded, square
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import partition
+from zeroshard.integrations.deepspeed.accelerator import get_accelerator
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
 from zeroshard.launch import run_processes
 
@@ -47,7 +48,7 @@ def born(**options):
 
 
 DTYPES = {
-    "no config": ({}, torch.float16), "given": ({"dtype": torch.bfloat16}, torch.bfloat16), "fp32": ({"config_dict_or_path": STAGE3}, torch.float32),
+    "no config": ({}, torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16), "given": ({"dtype": torch.bfloat16}, torch.bfloat16), "fp32": ({"config_dict_or_path": STAGE3}, torch.float32),
     "bf16": ({"config_dict_or_path": {**STAGE3, "bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16": ({"config": {**STAGE3, "fp16": {"enabled": True}}}, torch.float16),
     "given and bf16": ({"dtype": torch.float32, "config": {**STAGE3, "bf16": {"enabled": True}}}, torch.float32),

@@ -212,7 +212,7 @@ class DeepSpeedConfig:
         self.torch_autocast_dtype = dtype_of("torch_autocast.dtype", autocast["dtype"])
         if self.torch_autocast_enabled and self.torch_autocast_dtype is torch.float16:
             raise DeepSpeedConfigError(
-                "torch_autocast.dtype = float16 is not supported: fp32 parameters have no loss scale. Use bfloat16, or fp16.enabled instead."
+                "torch_autocast.dtype = float16 is not supported: fp32 parameters have no loss scale. Use bfloat16, or fp16.enabled."
             )
         safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
         if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):

@@ -131,6 +131,7 @@ def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
             return optimizer
         return (Fused if isinstance(optimizer, FusedAdam) else Unfused)(optimizer, config)
     offload = config.zero_config.offload_optimizer
-    if stage == 1 and dtype is torch.bfloat16 and config.gradient_dtype is torch.float32 and (offload is None or offload.device == "none"):
+    on_device = offload is None or offload.device == "none"
+    if stage == 1 and on_device and (dtype, config.gradient_dtype) == (torch.bfloat16, torch.float32):
         return InBF16(optimizer, config)
     return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)

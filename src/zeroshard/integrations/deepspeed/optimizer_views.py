@@ -80,8 +80,9 @@ class OptimizerViews:
         core, fp16 = self.optimizer.core, self._config.float16_config
         scaler = core.runtime.progress.scaler
         dynamic = scaler is not None and scaler.dynamic
-        rules = {"scale_window": fp16.loss_scale_window, "min_loss_scale": fp16.min_loss_scale, "scale_factor": 2.0} if dynamic else {}
+        rules = {"scale_window": fp16.loss_scale_window, "min_loss_scale": fp16.min_loss_scale, "scale_factor": 2.0}
         return SimpleNamespace(
             dynamic_loss_scale=dynamic, cur_scale=1.0 if scaler is None else scaler.scale, cur_iter=core.tally.asked,
-            cur_hysteresis=scaler.patience if dynamic else 1, low_precision_dtype=self.low_precision_dtype, **rules,
+            cur_hysteresis=scaler.patience if dynamic else 1, low_precision_dtype=self.low_precision_dtype,
+            **(rules if dynamic else {}),
         )  # fmt: skip

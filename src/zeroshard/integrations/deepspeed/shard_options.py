@@ -194,7 +194,7 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-# -- parameters and buffers -------------------------------------------------------------------------------------------------------
+# -- parameters and buffers --------------------------------------------------------------------------------------------
 
 
 def cast_parameters(config: DeepSpeedConfig, model: nn.Module) -> None:
