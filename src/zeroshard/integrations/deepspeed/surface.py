@@ -132,7 +132,8 @@ _TABLE = {
         "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES; "
         "sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config":
-        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
+        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "OffloadStateTypeEnum",
     "runtime.zero.partition_parameters":
         "accelerator: get_accelerator; partition: DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride "
         "GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType _orig_torch_arange "
