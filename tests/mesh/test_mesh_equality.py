@@ -19,7 +19,7 @@ GRIDS = [(2, 2), (2, 1), (4, 2), (6, 3), (6, 2)]
 
 
 def cells_of(kind: str, size: int, world_size: int) -> list[dict]:
-    """Every stage on four ranks; on two and six one that keeps parameters whole, and one that shards them. ZEROSHARD_SLOW=1: all."""
+    """Every stage on four ranks; on two and six one with whole parameters, and stage 3. ZEROSHARD_SLOW=1: all."""
     stages = (0, 1, 2, 3) if world_size == 4 or os.environ.get("ZEROSHARD_SLOW") == "1" else (size % 2 + 1, 3)
     return [
         {**options_of(kind, size), "stage": stage, "units": "leaf" if stage == 2 else "auto", "overlap": stage != 1}
@@ -39,7 +39,9 @@ def test_every_stage_has_the_bits_of_one_process(kind, network, world_size, size
     results = trained(world_size, network, task, cells, size)
     for rank, outcomes in enumerate(results):
         for cell, got in zip(cells, outcomes, strict=True):  # norms of other units are sums in another order: each by its own
-            one = expected(task, world_size, kind, size, "fp32", got.coefficients, 1.0) if rank == 0 else results[0][cells.index(cell)]
+            one = results[0][cells.index(cell)]
+            if rank == 0:
+                one = expected(task, world_size, kind, size, "fp32", got.coefficients, 1.0)
             assert_equal_runs(got, one, f"{cell} rank {rank}:")
     plain = reference(task, world_size, "fp32", results[0][0].coefficients)
     if world_size == 2:

@@ -1,4 +1,4 @@
-"""What composes with a second axis: four ranks in two nodes of two. The numbers of one process that adds in the same order, in bits."""
+"""What composes with a second axis: four ranks in two nodes of two. The bits of one process that adds in the same order."""
 
 import copy
 import itertools
@@ -43,7 +43,8 @@ def train(model, optimizer, rank, data):
 def test_low_precision_has_the_bits_of_one_process(precision, network):
     task = Task(MODEL, token_batches(2, 2, WORLD), clip=CLIP)
     low = {"precision": precision, **({"loss_scale": SCALE["fp16"]} if precision == "fp16" else {})}
-    cells = [(kind, {**options_of(kind, SIZE), "stage": stage, **low}) for kind, stage in [*itertools.product(("groups", "states"), (0, 1, 2, 3)), ("hpz", 3)]]
+    rows = [*itertools.product(("groups", "states"), (0, 1, 2, 3)), ("hpz", 3)]
+    cells = [(kind, {**options_of(kind, SIZE), "stage": stage, **low}) for kind, stage in rows]
     results = trained(WORLD, network, task, [cell for _, cell in cells])
     for number, (kind, cell) in enumerate(cells):
         first = results[0][number]
@@ -198,7 +199,8 @@ def test_all_ranks_skip_what_is_not_finite_and_name_the_rank(kind, network, prec
     data = token_batches(2, 1, WORLD)
 
     def on_rank(rank, options):
-        model, optimizer = shard(kind, options, precision=precision, **({"initial_loss_scale": 256.0} if precision == "fp16" else {}))
+        low = {"initial_loss_scale": 256.0} if precision == "fp16" else {}
+        model, optimizer = shard(kind, options, precision=precision, **low)
         records = []
         for step, micros in enumerate(data):
             loss = model(*micros[0][rank])

@@ -31,7 +31,8 @@ def test_what_was_reserved_is_what_the_ledger_holds(name, monkeypatch):
 
     def note(builder, pairs):
         found = travelling(builder, pairs)
-        forecast[builder.topology.control.rank] = found + builder._buffer_sizes(pairs).sent[0] * builder._buffer_sizes(pairs).sent[1]
+        nbytes, count, _ = builder._buffer_sizes(pairs).sent
+        forecast[builder.topology.control.rank] = found + nbytes * count
         return found
 
     monkeypatch.setattr(shard_model.Builder, "_travelling_nbytes", note)

@@ -1,4 +1,4 @@
-"""Groups of ranks over gloo, in four processes: the numbers of one process, few groups of processes, and failures in the middle of a hop."""
+"""Groups of ranks over gloo, in four processes: numbers of one process, few groups of processes, failures in the middle of a hop."""
 
 import copy
 import os
@@ -66,7 +66,8 @@ def _failing(rank, ranks, what):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = copy.deepcopy(MODEL)
-    model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, comm="dist", zero_hpz_partition_size=SIZE, stall_timeout_s=STALL_S)
+    options = {"stage": 3, "comm": "dist", "zero_hpz_partition_size": SIZE, "stall_timeout_s": STALL_S}
+    model, optimizer = zs.shard(model, adamw(model.parameters()), **options)
     runtime = runtime_of(model)
     batch = token_batches(1, 1, WORLD)[0][0][rank]
     model(*batch).backward()

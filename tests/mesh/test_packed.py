@@ -114,7 +114,8 @@ def test_warm_up_steps_are_plain_and_so_is_what_is_exempt(network):
 
 def test_exempt_parameters_have_the_bits_of_plain_ones():
     """One step: gradients of the same values, of which only matrices were packed."""
-    results = on_ranks(WORLD, "tagged", lambda rank, more: [run(rank, found, DATA[:1], **more)[1] for found in (options("qgZ 3"), {"stage": 3})])
+    cells = options("qgZ 3"), {"stage": 3}
+    results = on_ranks(WORLD, "tagged", lambda rank, more: [run(rank, found, DATA[:1], **more)[1] for found in cells])
     for (packed,), (plain,) in results:
         spared = [name for name in plain if "norm" in name or plain[name].dim() < 2]
         assert len(spared) > 5 and not differences({n: packed[n] for n in spared}, {n: plain[n] for n in spared})

@@ -30,7 +30,7 @@ def options_of(kind: str, size: int) -> dict[str, Any]:
     }[kind]
 
 
-def on_ranks(world_size: int, network: str, body: Callable[[int, dict], Any], node_size: int | None = None, timeout_s: float = 50) -> list:
+def on_ranks(world_size: int, network: str, body: Callable[[int, dict], Any], node_size: int | None = None) -> list:
     """body(rank, options) on threads; options: comm, where ranks can not read each other's memory. Nothing stays unread."""
     office = PostOffice()
 
@@ -41,14 +41,18 @@ def on_ranks(world_size: int, network: str, body: Callable[[int, dict], Any], no
         comm.node_size = node_size or world_size
         return body(rank, {"comm": comm})
 
-    results = run_threads(world_size, rank_run, timeout_s=timeout_s)
+    results = run_threads(world_size, rank_run, timeout_s=50)
     assert not office.letters, "sent, but not received"
     return results
 
 
 def trained(world_size: int, network: str, task: Task, cells: list[dict], node_size: int | None = None) -> list[list[Outcome]]:
     """outcomes[rank][cell]."""
-    return on_ranks(world_size, network, lambda rank, options: [train(rank, task, **options, **cell) for cell in cells], node_size)
+
+    def on_rank(rank: int, options: dict) -> list[Outcome]:
+        return [train(rank, task, **options, **cell) for cell in cells]
+
+    return on_ranks(world_size, network, on_rank, node_size)
 
 
 def in_order_of(kind: str, size: int, world_size: int, **rounding: Any) -> Rounding:

@@ -44,7 +44,8 @@ class Delivery(Work):
 
     def wait(self) -> None:
         if self.finish is not None:
-            assert self.before is None or torch.equal(_bits(self.source), _bits(self.before)), "a source was overwritten too early"
+            same = self.before is None or torch.equal(_bits(self.source), _bits(self.before))
+            assert same, "a source was overwritten too early"
             finish, self.finish = self.finish, None
             self.take(finish())
 

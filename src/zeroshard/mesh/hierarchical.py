@@ -30,7 +30,7 @@ _MOST_BUFFERS = 64
 
 
 def buffers(most: int) -> tuple[int, int]:
-    """How many buffers serve `most` collectives that may be under way, and how many more if ranks begin them in different orders."""
+    """How many buffers serve `most` collectives, and at most, where ranks begin them in different orders."""
     return _BUFFERS, min(max(most, _BUFFERS), _MOST_BUFFERS)
 
 

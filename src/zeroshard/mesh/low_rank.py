@@ -54,7 +54,8 @@ class LowRankReductions(Wrapper):
         self.comm.open()
         if not self._pools:
             usual, most = buffers(len(self._factors))
-            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, usual, most, passing=each) for each in (True, False)]
+            nbytes = 4 * self._numel
+            self._pools = [StagingPool(self.comm, self.ledger, nbytes, usual, most, passing=each) for each in (True, False)]
 
     def release(self) -> None:
         for pool in self._pools:

@@ -63,7 +63,8 @@ class Topology:
             comm.release()
 
     def _all(self) -> Iterable[Comm]:
-        return dict.fromkeys((self.gradients, self.plain_gradients, self.values, self.shards))  # who adds to what is reserved first
+        # who adds to what is reserved comes first
+        return dict.fromkeys((self.gradients, self.plain_gradients, self.values, self.shards))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether values and gradients of a parameter travel packed."""
@@ -92,8 +93,8 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
             raise ConfigError(f"{name}={size} does not divide the {comm.world_size} ranks: {nearest} does.")
     if nodes is not None and config.zero_hpz_partition_size > 1:
         raise ConfigError(
-            f"zero_hpz_partition_size={config.zero_hpz_partition_size} with a mesh of two axes: with replicate_optimizer=False the mesh's "
-            "inner axis keeps secondary shards. Give one of them."
+            f"zero_hpz_partition_size={config.zero_hpz_partition_size} with a mesh of two axes: with replicate_optimizer=False "
+            "the mesh's inner axis keeps secondary shards. Give one of them."
         )
     if not config.replicate_optimizer and nodes is None and config.shard_size is None:
         raise ConfigError("replicate_optimizer=False needs groups of ranks: shard_size=..., or a mesh of two axes.")

@@ -30,7 +30,10 @@ def check_same_model(
     comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None,
     parts: list[list[int]] | None = None,
 ) -> None:  # fmt: skip
-    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15). parts: groups of a mesh."""
+    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15).
+
+    parts: groups of a mesh.
+    """
     if comm.world_size == 1 or comm.imagined:
         return
     described = {
