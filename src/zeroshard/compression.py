@@ -19,7 +19,7 @@ class Compression:
     """How one kind of collective is packed. A text in its place is its `codec`; True is "int8".
 
     codec:          "int8", "int4" (symmetric, by blocks), "fp8" (e4m3, by blocks); of gradients also "top_k" and "low_rank". "none".
-    block:          elements that share a scale, a power of two from 32 to 65536.
+    block:          elements that share a scale, a power of two from 32 to 16384.
     warmup_steps:   steps at the beginning in which all travels plain.
     exempt:         name patterns of parameters that travel plain, beside all that are not matrices (norms, biases).
     min_numel:      what has fewer elements in one unit travels plain.
@@ -42,8 +42,8 @@ class Compression:
     def __post_init__(self) -> None:
         if isinstance(self.exempt, (list, set)):
             object.__setattr__(self, "exempt", tuple(self.exempt))
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or not 32 <= self.block <= 1 << 16 or self.block & (self.block - 1):
-            raise ConfigError(f"compression block: expected a power of two from 32 to 65536, got {self.block!r}.")
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or not 32 <= self.block <= 1 << 14 or self.block & (self.block - 1):
+            raise ConfigError(f"compression block: expected a power of two from 32 to 16384, got {self.block!r}.")
         for name, least in (("warmup_steps", 0), ("min_numel", 0), ("rank", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:

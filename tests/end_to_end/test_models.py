@@ -88,8 +88,7 @@ def test_recurrent_nets(mode, units):
 
 
 @every_mode
-def test_c03_mini_moe(mode, monkeypatch):
-    monkeypatch.setattr("zeroshard.memory.pool._PATIENCE_S", 0.002)  # ranks that used other experts wait for each other's buffers
+def test_c03_mini_moe(mode):
     batches = normal_batches(20, 2, 3, 6)  # 3 tokens for 4 experts: at each step an expert is unused
     case = Case(seeded(MixtureOfExperts), batches, square)
     traces = check(case, **mode)

@@ -12,8 +12,11 @@ from zeroshard.integrations.deepspeed import accelerator, launcher
 
 
 @pytest.fixture
-def started(monkeypatch):
+def started(monkeypatch, tmp_path):
     """main(argv) -> (arguments of torchrun by name, plan of the rank, the rank's command, environment)."""
+    for name in ("train.py", "t.py", "program"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(accelerator, "_chosen", accelerator.CPU_Accelerator())
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -104,6 +107,10 @@ def test_several_hosts_get_a_line_each(started, tmp_path, capsys):
         (["-e", "localhost"], "nothing is left"),
         (["--num_nodes", "2"], "hostfile that names"),
         (["--no_ssh"], "--node_rank"),
+        (["-i", "localhost:x"], "--include: expected numbers like 0,2 or 0-3, got 'x'"),
+        (["--bind_cores_to_rank", "--bind_core_list", "1-"], "--bind_core_list: expected numbers"),
+        (["absent.py"], "no script 'absent.py'"),
+        (["--no_python", "./absent"], "no program './absent'"),
     ],
 )
 def test_what_is_refused(started, argv, message):

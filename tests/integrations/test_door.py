@@ -1,6 +1,7 @@
 """How `import deepspeed` finds zeroshard, and what the interface says of what it lacks."""
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,8 +9,9 @@ import sys
 import pytest
 
 import zeroshard.deepspeed as deepspeed
+from zeroshard.integrations.deepspeed import install
 from zeroshard.integrations.deepspeed.door import _PATHS
-from zeroshard.integrations.deepspeed.install import SITE, child_environment
+from zeroshard.integrations.deepspeed.install import SITE
 from zeroshard.integrations.deepspeed.surface import SURFACE
 
 
@@ -35,8 +37,13 @@ def test_a_missing_name_says_what_to_use():
     with pytest.raises(AttributeError, match="zeroshard.deepspeed has no runtime.engine.NoSuch"):
         deepspeed.runtime.engine.NoSuch  # noqa: B018
     assert not hasattr(deepspeed, "no_such_thing")
-    with pytest.raises(ModuleNotFoundError):
+    with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no no_such_module. See docs"):
         importlib.import_module("zeroshard.deepspeed.no_such_module")
+    with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no compression. Quantize"):
+        import zeroshard.deepspeed.compression.compress  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="zeroshard.deepspeed has no inference.v2. It trains"):
+        from zeroshard.deepspeed.inference.v2 import Engine  # noqa: F401
+    assert importlib.util.find_spec("zeroshard.deepspeed.no_such_module") is None
 
 
 def test_names_can_be_assigned():
@@ -46,8 +53,8 @@ def test_names_can_be_assigned():
     del module.SOMETHING
 
 
-def _run(code, *arguments, install=False, **environment):
-    prefix = "import zeroshard.deepspeed; zeroshard.deepspeed.install()\n" if install else ""
+def _run(code, *arguments, installed=False, **environment):
+    prefix = "import zeroshard.deepspeed; zeroshard.deepspeed.install()\n" if installed else ""
     environment = {**os.environ, **environment}
     done = subprocess.run([sys.executable, *(arguments or ("-c", prefix + code))], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -66,7 +73,7 @@ print(deepspeed is zeroshard.deepspeed, engine is zeroshard.deepspeed.runtime.en
 
 def test_installed_in_this_process_and_its_children():
     child = f"{ASK}\nimport subprocess\nprint(subprocess.run([sys.executable, '-c', {ASK!r}], capture_output=True, text=True).stdout)"
-    assert _run(child, install=True) == ["True", "0.19.8+zeroshard", "True", "True", "True"] * 2
+    assert _run(child, installed=True) == ["True", "0.19.8+zeroshard", "True", "True", "True"] * 2
 
 
 def test_install_comes_first():
@@ -87,6 +94,13 @@ zeroshard.deepspeed.install()
 print("again")
 """
     assert _run(code) == ["ConfigError", "True"] * 3 + ["again"]
+
+
+def test_a_folder_of_configurations_is_no_deepspeed(tmp_path):
+    (tmp_path / "deepspeed").mkdir()
+    assert install._is_first([str(tmp_path), str(SITE)])
+    (tmp_path / "deepspeed" / "__init__.py").touch()
+    assert not install._is_first([str(tmp_path), str(SITE)])
 
 
 def test_a_script_unchanged(tmp_path):

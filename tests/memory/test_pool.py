@@ -91,6 +91,22 @@ def test_an_orderly_step_touches_only_the_usual_number(comm_kind):
     assert ledger.peak[STAGING] == COUNT * NBYTES
 
 
+def test_what_one_step_needed_beyond_the_usual_number_the_next_takes_without_a_wait(monkeypatch):
+    """Ranks with other experts in each step: nobody joins a reduction before the end of backward."""
+    pool, ledger = make("private")
+    announced = []
+    monkeypatch.setattr("zeroshard.memory.pool._PATIENCE_S", 0.0)
+    monkeypatch.setattr(pool.comm, "announce", announced.append)
+    for step in range(3):
+        readings = [Reading() for _ in range(COUNT + 2)]
+        for reading in readings:
+            pool.give(pool.take(64, torch.float32)[0], reading)
+        assert len(announced) == 4, f"step {step}: {announced}"  # twice that it waits, and that it does no longer: in the first
+        for reading in readings:
+            reading.end()
+    assert ledger.peak[STAGING] == (COUNT + 2) * NBYTES
+
+
 def test_views_of_any_size_and_dtype_lie_in_the_buffer():
     pool, _ = make("shared")
     number, whole = pool.take(NBYTES // 4, torch.float32)

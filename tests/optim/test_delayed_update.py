@@ -80,7 +80,7 @@ def late(
             for name, value in present.items()
         }
         model.load_state_dict(used)
-        total = helpers._step_gradients(model, micros, 2, task.local_sums, 1.0, out.losses, helpers.Rounding())
+        total = helpers._step_gradients(model, task, micros, 2, 1.0, out.losses, helpers.Rounding())
         if step in spoilt:
             continue
         previous = copy.deepcopy(present)

@@ -139,6 +139,7 @@ class Task:
     optimizer: parameters -> optimizer; or, `by_model`, the model -> optimizer (for parameter groups).
     scheduler: optimizer -> learning-rate scheduler, stepped after every step; built before sharding if `early`.
     states: also collect the optimizer's states.
+    loss: (model, *batch) -> loss. weight: batch -> its weight in the mean (zs.backward), None: each counts alike.
     """
 
     model: nn.Module
@@ -150,6 +151,8 @@ class Task:
     scheduler: Callable[[torch.optim.Optimizer], object] | None = None
     early: bool = False
     states: bool = False
+    loss: Callable[..., Tensor] = lambda model, *batch: model(*batch)
+    weight: Callable[[tuple], float] | None = None
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return self.optimizer(model if self.by_model else model.parameters())
@@ -180,8 +183,11 @@ def train(rank: int, task: Task, **options: object) -> Outcome:
         for number, ranks in enumerate(micros):
             held = task.local_sums and number < len(micros) - 1
             with zs.accumulate(model) if held else contextlib.nullcontext():
-                loss = model(*ranks[rank])
-                loss.backward()
+                loss = task.loss(model, *ranks[rank])
+                if task.weight is None:
+                    loss.backward()
+                else:
+                    zs.backward(model, loss, weight=task.weight(ranks[rank]))
                 out.losses.append(loss.item())
         if step in task.clip:
             zs.clip_grad_norm_(model, task.clip[step])
@@ -233,13 +239,14 @@ def reference(
     pairs = dict(zip(masters.parameters(), model.parameters(), strict=True))
     out = Outcome()
     for step, micros in enumerate(task.data):
-        total = _step_gradients(model, micros, world_size, task.local_sums, scale, out.losses, rounding)
-        norm = _norm(total) / scale
+        total = _step_gradients(model, task, micros, world_size, scale, out.losses, rounding)
+        divisor = scale * (sum(task.weight(batch) for m in micros for batch in m) / world_size if task.weight else 1.0)
+        norm = _norm(total) / divisor
         limit = task.clip.get(step)
         factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         factor = coefficients[step] if coefficients is not None else factor
-        if factor / scale != 1.0:
-            total = {param: grad * (factor / scale) for param, grad in total.items()}
+        if factor / divisor != 1.0:
+            total = {param: grad * (factor / divisor) for param, grad in total.items()}
         for master, param in pairs.items():
             master.grad = total[param].to(master.dtype) if param in total else None
         optimizer.step()
@@ -262,22 +269,23 @@ def _norm(grads: dict[Tensor, Tensor]) -> float:
 
 
 def _step_gradients(
-    model: nn.Module, micros: list, world_size: int, local_sums: bool, scale: float, losses: list, rounding: Rounding
+    model: nn.Module, task: Task, micros: list, world_size: int, scale: float, losses: list, rounding: Rounding
 ) -> dict[Tensor, Tensor]:
     """Gradient of one step by parameter, fp32: the mean over ranks, summed over micro-batches."""
-    grads = [[_backward(model, micro[rank], scale, losses) for rank in range(world_size)] for micro in micros]
-    if local_sums:  # each rank's own sum in the resting dtype, then sent
+    grads = [[_backward(model, task, micro[rank], scale, losses) for rank in range(world_size)] for micro in micros]
+    if task.local_sums:  # each rank's own sum in the resting dtype, then sent
         grads = [[_add_up([micro[rank] for micro in grads], rounding.rest) for rank in range(world_size)]]
     sent = [[{p: _rounded(g, rounding.send or p.dtype) for p, g in rank.items()} for rank in micro] for micro in grads]
     return _add_up([_mean(ranks, world_size) for ranks in sent], rounding.rest)
 
 
-def _backward(model: nn.Module, batch: tuple, scale: float, losses: list[float]) -> dict[Tensor, Tensor]:
+def _backward(model: nn.Module, task: Task, batch: tuple, scale: float, losses: list[float]) -> dict[Tensor, Tensor]:
+    weight = task.weight(batch) if task.weight else 1.0
     dtype = next(p.dtype for p in model.parameters())
     batch = tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in batch)
-    loss = model(*batch)
+    loss = task.loss(model, *batch)
     losses.append(loss.item())
-    loss.float().backward(torch.tensor(scale))
+    loss.float().backward(torch.tensor(scale * weight))
     grads = {p: p.grad.float() for p in model.parameters() if p.grad is not None}
     model.zero_grad()
     return grads

@@ -4,6 +4,7 @@ backwards, writes into parameters by `.data` and in the middle of a forward."""
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -97,6 +98,63 @@ def test_only_units_that_keep_something_stay_gathered():
         assert [m.split(":")[0] for m in zs.report(model).deviations] == ["0"]
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("generation", [None, 0, 1, 2])
+def test_a_kept_loss_is_found_whatever_the_collector_does(generation, monkeypatch):
+    """It may lie in any of its generations. What nobody holds any more, and waits for the collector, is not kept."""
+    plain = Keeps.keep
+
+    def keep(self, x, losses):
+        if generation is None:
+            circle = [x * self.scale]
+            circle.append(circle)
+        else:
+            plain(self, x, losses)
+            gc.collect(generation)
+
+    def run(rank):
+        model = nn.Sequential(seeded(Keeps, "scale", True), nn.Linear(DIM, 2))
+        model, _ = zs.shard(model, None, units=(Keeps,), overlap=False, **RELEASED)
+        loss = model(torch.ones(2, DIM)).sum()
+        assert [unit.name for unit in runtime_of(model).units if unit.kept] == ([] if generation is None else ["0"])
+        (loss if generation is None else loss + model[0].kept).backward()
+
+    monkeypatch.setattr(Keeps, "keep", keep)
+    run_threads(1, run)
+
+
+class InPlace(nn.Module):
+    """What torch makes for operations in place, and what nobody uses, is no way around the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.act, self.router = nn.Linear(DIM, DIM), nn.SiLU(inplace=True), nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1).topk(2).values
+        shares /= shares.sum(-1, keepdim=True)  # as routers of Transformers do
+        out = self.act(self.lin(x)) * shares[:, :1]
+        out[0] = out[0] * 2
+        out *= shares[:, 1:]
+        self.lin(out).sum()
+        return out
+
+
+@every_mode
+def test_what_is_done_in_place_or_dropped_hides_nothing(mode):
+    model = seeded(lambda: nn.Sequential(*(InPlace() for _ in range(3)), nn.Linear(DIM, 2)))
+    traces = check(Case(model, normal_batches(3, 2, 4, DIM), square), units=(InPlace,), **mode)
+    assert traces[0].notes.deviations == ()
+
+    def run(rank):
+        sharded, _ = zs.shard(copy.deepcopy(model), None, units=(InPlace,), overlap=False, **RELEASED)
+        for _ in range(2):
+            loss = sharded(torch.ones(2, DIM)).sum()
+            assert not any(unit.kept for unit in runtime_of(sharded).units)
+            loss.backward()
+
+    run_threads(1, run)
 
 
 # -- backwards of backwards --------------------------------------------------------------------------------------
@@ -325,3 +383,45 @@ def test_torch_func_on_released_parameters_is_refused():
         assert runtime_of(model).ledger.now[GATHERED] == 0
 
     run_threads(1, run)
+
+
+class Adapted(nn.Module):
+    """A weight to which a forward adds something by a parametrization that it removes again: PEFT's LoRA on parameters."""
+
+    def __init__(self, also_writes: bool = False) -> None:
+        super().__init__()
+        self.base, self.also_writes = nn.Linear(DIM, DIM, bias=False).requires_grad_(False), also_writes
+        self.delta = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        proxy = nn.Module()
+        proxy.forward = lambda weight: weight + self.delta
+        nn.utils.parametrize.register_parametrization(self.base, "weight", proxy)
+        out = self.base(x)
+        nn.utils.parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+        if self.also_writes:
+            with torch.no_grad():
+                self.base.weight.mul_(0.5)
+        return torch.tanh(out)
+
+
+@every_mode
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_parametrization_registered_in_a_forward_is_no_write(mode, precision):
+    model = seeded(lambda: nn.Sequential(*(Adapted() for _ in range(3)), nn.Linear(DIM, 2)))
+    if precision == "fp32":
+        check(Case(model, normal_batches(3, 2, 4, DIM), square), units=(Adapted,), **mode)
+
+    def run(rank):
+        sharded, _ = zs.shard(copy.deepcopy(model), None, units=(Adapted,), precision=precision, **mode)
+        square(sharded, (torch.ones(2, DIM),)).backward()
+        assert not any(group.masters.unseen() for group in runtime_of(sharded).groups)
+        assert not any(unit.kept for unit in runtime_of(sharded).units)
+
+    run_threads(2, run)
+
+
+def test_what_a_forward_writes_beside_a_parametrization_is_refused():
+    with pytest.raises(zs.ShardedWriteError, match="base.weight: written in place inside a forward"):
+        model, _ = zs.shard(nn.Sequential(Adapted(), Adapted(also_writes=True)), None, units=(Adapted,), **RELEASED)
+        model(torch.ones(2, DIM))

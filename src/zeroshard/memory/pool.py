@@ -5,7 +5,8 @@ buffers of one size for shards and gradients between tiers. `Arena`: one stretch
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
 can be taken again once no rank reads it any more. Normally `count` buffers circulate. More exist as address space
-only: they are touched when ranks use units in different orders and would otherwise wait for one another for ever.
+only: they are touched when ranks use units in different orders and would otherwise wait for one another for ever, and
+circulate from then on (ranks that use other experts in each step wait in the first ones alone).
 
 Every region is one that peers can read (see comm.base), so allocation is collective and happens once, at the start.
 """
@@ -96,8 +97,8 @@ class StagingPool:
         try:
             while True:
                 waiting = None
-                for number, buffer in enumerate(self._buffers[: self.count]):
-                    if buffer.taken:
+                for number, buffer in enumerate(self._buffers):
+                    if buffer.taken or not (buffer.touched or number < self.count):
                         continue
                     if buffer.work is None or buffer.work.drained():
                         self._longest_s = _LONGEST_S

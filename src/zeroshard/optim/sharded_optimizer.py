@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..comm.codec import exchange_values
 from ..config import Placement, Tier
-from ..errors import ConfigError, ModelClosed, NonFiniteError, ZeroshardError
+from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER
 from ..zero.gradient_account import Clipped
 from ..zero.runtime import Runtime
@@ -455,6 +455,12 @@ class ShardedOptimizer:
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise ShardedAccessError(
+            f"a {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Use zs.save, or "
+            "zs.full_optimizer_state(model)."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch. What is written into its dicts stays there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -61,17 +62,59 @@ def next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def nodes_since(first: int, outputs: list[Tensor]) -> set[int]:
-    """Numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs."""
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+def nodes_since(first: int, outputs: list[Tensor]) -> tuple[set[int], set[Tensor | None]]:
+    """(numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs; leaves that these begin with)"""
+    stack = [node for node in map(_node_of, outputs) if node is not None]
     found: set[int] = set()
+    leaves: set[Tensor | None] = set()
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
-        if first <= number < _LEAF and number not in found:
+        if number >= _LEAF:
+            leaves.add(getattr(node, "variable", None))  # of a leaf; there are others
+        elif first <= number and number not in found:
             found.add(number)
             stack.extend(before for before, _ in node.next_functions if before is not None)
-    return found
+    return found, leaves
+
+
+def number_of(tensor: Tensor) -> int:
+    """Of the node that made a tensor; -1 for a leaf, and for tensors of torch.func."""
+    node = _node_of(tensor)
+    return -1 if node is None else node._sequence_nr()
+
+
+def _node_of(tensor: Tensor) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.grad_fn
+        except RuntimeError:  # of a torch.func that is over
+            return None
+
+
+_begun = (0, 0, 0)  # collections of each generation
+
+
+def _collecting(phase: str, info: dict[str, int]) -> None:
+    global _begun
+    if phase == "start":
+        _begun = tuple(count + (generation == info["generation"]) for generation, count in enumerate(_begun))
+
+
+gc.callbacks.append(_collecting)
+
+
+def collections() -> tuple[int, ...]:
+    """How often Python's collector has begun, by generation: what outlives it goes to the next one."""
+    return _begun
+
+
+def living_tensors(since: tuple[int, ...]) -> list[Tensor]:
+    """At least those tensors that a program holds and that were made when `collections` was `since`."""
+    objects = gc.get_objects(generation=0) + gc.get_objects(generation=1)
+    if collections()[1:] != since[1:]:  # they may be among all that there is: not a thousandth, but some 10^5
+        objects = gc.get_objects()
+    return [each for each in objects if issubclass(type(each), Tensor)]
 
 
 class Marked(torch.autograd.Function):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..config import Config
 from ..errors import ModelChanged
@@ -20,10 +22,13 @@ from .auto_wrap import casts, module_dtypes
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
+_attached: weakref.WeakValueDictionary[int, Runtime] = weakref.WeakValueDictionary()
+
 
 def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
+    _attached[id(runtime)] = runtime
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
@@ -43,11 +48,13 @@ def attach(runtime: Runtime) -> None:
 def detach(runtime: Runtime) -> None:
     """Remove every hook."""
     runtime.comm.progress.models.discard(runtime.model)
+    _attached.pop(id(runtime), None)
     for handle in runtime.handles:
         handle.remove()
     for module, compiled in runtime.compiled:
         module._compiled_call_impl = compiled
-    runtime.model.__dict__.pop("zero_grad", None)
+    for name in ("zero_grad", "__reduce_ex__"):
+        runtime.model.__dict__.pop(name, None)
     for module in _resizable(runtime.model):
         module.__dict__.pop("resize_token_embeddings", None)
     runtime.handles, runtime.compiled = [], []
@@ -85,6 +92,18 @@ def _attach_root(runtime: Runtime) -> None:
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(model.register_forward_hook(after, always_call=True))
     model.__dict__["zero_grad"] = zero_grad
+    model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # pickle would come to a hook first, and say nothing of use
+
+
+def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """A parametrization that a forward registers (PEFT's LoRA on parameters) sets its parameter to itself: for torch a write."""
+    if type(module) is ParametrizationList and param is not None:
+        for runtime in filter(None, [where() for where in _attached.valuerefs()]):
+            for unit in runtime.units:
+                unit.set_to_itself(param)
+
+
+register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process
 
 
 def _resizable(model: nn.Module) -> list[nn.Module]:

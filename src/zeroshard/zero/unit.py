@@ -533,6 +533,16 @@ class Unit:
             "`with zs.gathered(module, write=True)`."
         )
 
+    def set_to_itself(self, param: nn.Parameter) -> None:
+        """`param`, if it is of this unit, was just given the memory that it has (`p.set_(p)`): torch counts that as a write."""
+        begin = 0
+        for group in self.groups:
+            seen, first = (self._seen_versions, begin) if self.sharded else (group.masters.versions, 0)
+            begin += len(group.compute)
+            for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
+                if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
+                    seen[place] += seen[place] + 1 == param._version  # and nothing else has written
+
     def as_computed(self, tree: Any) -> Any:
         """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
         mine = {id(param): compute for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)}

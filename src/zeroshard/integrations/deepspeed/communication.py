@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from ...comm import backend_select
 from ...errors import ConfigError, ZeroshardError
@@ -286,114 +285,31 @@ def get_logged_comm_ops() -> list[str]:
 # -- operations, with DeepSpeed's names of arguments ----------------------------------------------------------------
 
 
-@_op
-def all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_reduce(tensor, op, group, async_op)
+_OPERATIONS: dict[str, tuple[str, dict[str, str]]] = {  # name -> (torch's name, arguments that torch calls otherwise)
+    **dict.fromkeys(("all_reduce", "inference_all_reduce"), ("all_reduce", {})),
+    **dict.fromkeys(
+        ("reduce_scatter_tensor", "reduce_scatter_fn"), ("reduce_scatter_tensor", {"output_tensor": "output", "tensor": "input"})
+    ),
+    **dict.fromkeys(("all_gather_into_tensor", "allgather_fn"), ("all_gather_into_tensor", {"tensor": "input_tensor"})),
+    "all_to_all_single": ("all_to_all_single", {"tensor": "input"}),
+    **{name: (name, {}) for name in (
+        "all_reduce_coalesced", "reduce", "reduce_scatter", "all_gather", "all_gather_object", "broadcast",
+        "broadcast_object_list", "all_to_all", "send", "recv", "gather", "scatter", "monitored_barrier",
+    )},
+}  # fmt: skip
 
 
-@_op
-def inference_all_reduce(tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_reduce(tensor, op, group, async_op)
+def _operation(name: str, theirs: str, renamed: dict[str, str]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(torch_dist, theirs)(*args, **{renamed.get(key, key): value for key, value in kwargs.items()})
+
+    call.__name__ = call.__qualname__ = name
+    changed = "".join(f"; {old}: its {new}" for old, new in renamed.items())
+    call.__doc__ = f"torch.distributed.{theirs}, with its arguments{changed}"
+    return _op(call)
 
 
-@_op
-def all_reduce_coalesced(tensors: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_reduce_coalesced(tensors, op, group, async_op)
-
-
-@_op
-def reduce(tensor: Tensor, dst: int, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.reduce(tensor, dst, op, group, async_op)
-
-
-@_op
-def reduce_scatter(
-    output: Tensor, input_list: list[Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return torch_dist.reduce_scatter(output, input_list, op, group, async_op)
-
-
-@_op
-def reduce_scatter_tensor(
-    output_tensor: Tensor, tensor: Tensor, op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Any:
-    return torch_dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
-
-
-reduce_scatter_fn = reduce_scatter_tensor
-
-
-@_op
-def all_gather(tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_gather(tensor_list, tensor, group, async_op)
-
-
-@_op
-def all_gather_into_tensor(output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_gather_into_tensor(output_tensor, tensor, group, async_op)
-
-
-@_op
-def allgather_fn(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-
-
-@_op
-def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> Any:
-    return torch_dist.all_gather_object(object_list, obj, group)
-
-
-@_op
-def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
-    return torch_dist.broadcast(tensor, src, group, async_op)
-
-
-@_op
-def broadcast_object_list(object_list: list[Any], src: int, group: Any = None, device: torch.device | None = None) -> Any:
-    return torch_dist.broadcast_object_list(object_list, src, group, device)
-
-
-@_op
-def all_to_all_single(
-    output: Tensor,
-    tensor: Tensor,
-    output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    return torch_dist.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes, group, async_op)
-
-
-@_op
-def all_to_all(
-    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Any = None, async_op: bool = False
-) -> Any:
-    return torch_dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
-
-
-@_op
-def send(tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-    return torch_dist.send(tensor, dst, group, tag)
-
-
-@_op
-def recv(tensor: Tensor, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
-    return torch_dist.recv(tensor, src, group, tag)
-
-
-@_op
-def gather(
-    tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Any = None, async_op: bool = False
-) -> Any:
-    return torch_dist.gather(tensor, gather_list, dst, group, async_op)
-
-
-@_op
-def scatter(
-    tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Any = None, async_op: bool = False
-) -> Any:
-    return torch_dist.scatter(tensor, scatter_list, src, group, async_op)
+globals().update({name: _operation(name, *torchs) for name, torchs in _OPERATIONS.items()})
 
 
 @_op
@@ -404,12 +320,6 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
         return None
     options = {} if device_ids is None else {"device_ids": device_ids}
     return torch_dist.barrier(group, async_op, **options)
-
-
-@_op
-def monitored_barrier(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> Any:
-    """A barrier that names the ranks which do not come (gloo only)."""
-    return torch_dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -254,7 +254,7 @@ _OFFLOAD_OPTIMIZER = (
 _FP16 = (
     _H("enabled", False, "parameters and activations in fp16", "bool", "precision"),
     _H("loss_scale", 0.0, "a fixed scale; 0: dynamic", "scale", "loss_scale"),
-    _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "whole", "initial_loss_scale"),
+    _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "power", "initial_loss_scale"),
     _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
     _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
     _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool",

@@ -8,6 +8,12 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 
+def check_dataset(dataset: Any) -> None:
+    """Raise ValueError for what a loader can not be made of."""
+    if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
+
+
 class DeepSpeedDataLoader:
     """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
 
@@ -18,8 +24,7 @@ class DeepSpeedDataLoader:
         self, dataset: Any, batch_size: int, *, rank: int, world_size: int, collate_fn: Callable | None = None, drop_last: bool = False,
         num_workers: int = 0, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
     ) -> None:  # fmt: skip
-        if not isinstance(dataset, Dataset) and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise ValueError(f"Training data must be a torch Dataset, got {type(dataset).__name__}")
+        check_dataset(dataset)
         sampler = data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)

@@ -108,15 +108,22 @@ class _Loader(Loader):
 class _Finder(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         found = _path_of(fullname)
-        return None if found is None else ModuleSpec(fullname, _Loader(), is_package=True)
+        if found in _PATHS:
+            return ModuleSpec(fullname, _Loader(), is_package=True)
+        if found in (None, "__main__"):
+            return None
+        if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # an import; importlib.util.find_spec gets None
+            error = _missing(found, ModuleNotFoundError)
+            error.name = fullname  # type: ignore[attr-defined]  # by which `from package import name` goes on to the attribute
+            raise error
+        return None
 
 
 def _path_of(fullname: str) -> str | None:
-    """The table's path for a module name, where it is one of ours: 'deepspeed' must be ours as well."""
+    """Where a module name is below one of ours: 'deepspeed' must be ours as well."""
     for root in (ROOT, ALIAS):
         if fullname.startswith(f"{root}.") and isinstance(sys.modules.get(root), SurfaceModule):
-            path = fullname.removeprefix(f"{root}.")
-            return path if path in _PATHS else None
+            return fullname.removeprefix(f"{root}.")
     return None
 
 

@@ -67,12 +67,20 @@ def get_float16_config(config: Mapping[str, Any]) -> DeepSpeedFP16Config:
     return DeepSpeedFP16Config.of(_section(config, "fp16"))  # type: ignore[return-value]
 
 
-def _section(config: Mapping[str, Any], *names: str) -> Any:
+def _section(config: Mapping[str, Any], *names: str, within: str = "") -> Any:
     """The first of these sections that is there, or {}."""
     name = next((name for name in names if config.get(name) is not None), None)
     if name is not None and not isinstance(config[name], Mapping):
-        raise DeepSpeedConfigError(f"{name}: expected a mapping of keys to values, got {config[name]!r}.")
+        where = f"{within}.{name}" if within else name
+        raise DeepSpeedConfigError(f"{where}: expected a mapping of keys to values, got {config[name]!r}.")
     return {} if name is None else config[name]
+
+
+def _number(name: str, value: Any) -> Any:
+    """The value, where it is a number (inf is one)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise DeepSpeedConfigError(f"{name}: expected a number, got {value!r}.")
+    return value
 
 
 def dtype_of(key: str, name: object) -> torch.dtype | None:
@@ -121,7 +129,7 @@ def read_config(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return copy.copy(dict(config))
     if isinstance(config, (str, os.PathLike)):
-        if os.path.exists(config):
+        if os.path.isfile(config):
             with open(config, encoding="utf-8") as file:
                 return _parse(file.read(), str(config))
         try:
@@ -130,7 +138,7 @@ def read_config(config: object) -> dict[str, Any]:
         except (UnicodeDecodeError, ValueError) as error:
             if "more than once" in str(error):
                 raise
-    raise ValueError(f"expected a dict, the path of a configuration that exists, or urlsafe base64 of JSON, got {config!r}.")
+    raise ValueError(f"expected a dict, the path of a configuration file that exists, or urlsafe base64 of JSON, got {config!r}.")
 
 
 # -- the configuration ---------------------------------------------------------------------------------------------
@@ -179,10 +187,15 @@ class DeepSpeedConfig:
         self.gradient_allreduce_op = str(given.get("gradient_allreduce_op", "mean")).lower()
         if self.gradient_allreduce_op not in ("mean", "sum"):
             raise ValueError(f'gradient_allreduce_op: expected "mean" or "sum", got {given["gradient_allreduce_op"]!r}.')
-        self.gradient_clipping = get_gradient_clipping(given) or 0.0
+        self.gradient_clipping = _number(GRADIENT_CLIPPING, get_gradient_clipping(given) or 0.0)
+        _number("steps_per_print", self.steps_per_print or 0)
         for kind in ("optimizer", "scheduler"):
             section = _section(given, kind)
-            name = section.get("type")
+            name, params = section.get("type"), _section(section, "params", within=kind)
+            if name is None and params:
+                self.notes.append(f"{kind} has no type: none is built. Add one, or leave the section out.")
+            if name is not None and not isinstance(name, str):
+                raise DeepSpeedConfigError(f"{kind}.type: expected the name of a class, got {name!r}.")
             setattr(self, f"{kind}_name", name)
             setattr(self, f"{kind}_params", section.get("params") if name is not None else None)
         if self.optimizer_name is not None and self.optimizer_name.lower() in DEEPSPEED_OPTIMIZERS:
@@ -228,7 +241,7 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
         self.load_universal_checkpoint = section["load_universal"]
         self.use_node_local_storage = section["use_node_local_storage"]
-        pipelined = (section["parallel_write"] or {}).get("pipeline_stage", False)
+        pipelined = _section(section, "parallel_write", within="checkpoint").get("pipeline_stage", False)
         if pipelined not in (True, False, "auto"):
             raise DeepSpeedConfigError(f"checkpoint.parallel_write.pipeline_stage: expected true or false, got {pipelined!r}.")
         self.checkpoint_parallel_write_pipeline = pipelined is True
@@ -243,7 +256,8 @@ class DeepSpeedConfig:
         )  # fmt: skip
         for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value)):
+            whole = isinstance(value, (int, float)) and not isinstance(value, bool) and not value % 1  # nan and inf % 1 are nan
+            if value is not None and not whole:
                 raise DeepSpeedConfigError(f"{name}: expected a whole number, got {value!r}.")
             assert value is None or value > 0, f"{name}: expected a number above 0, got {value}."
         assert train is not None or micro is not None, (

@@ -44,7 +44,7 @@ def _is_first(paths: list[str]) -> bool:
     for path in paths:
         if path == str(SITE):
             return True
-        if os.path.isdir(os.path.join(path or ".", "deepspeed")):
+        if os.path.isfile(os.path.join(path or ".", "deepspeed", "__init__.py")):
             return False
     return False
 

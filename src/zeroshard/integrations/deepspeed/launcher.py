@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
 import tempfile
 import time
@@ -30,7 +31,7 @@ EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 DEEPSPEED_ENVIRONMENT_PATHS = [os.path.expanduser("~"), "."]
 _REFUSED = {
-    "autotuning": "zs.forecast(model, ...) tells what fits without running it",
+    "autotuning": "zs.report(model) tells what a rank holds, zs.forecast(model, ...) what a step takes",
     "elastic_training": "start torchrun itself with --nnodes=MIN:MAX",
     "min_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
     "max_elastic_nodes": "start torchrun itself with --nnodes=MIN:MAX",
@@ -82,8 +83,11 @@ def main(argv: Sequence[str] | None = None, execute: Callable[..., object] = os.
     if args.no_python and args.module:
         raise ConfigError("--no_python and --module exclude each other: a module is run by python.")
     hosts = _hosts(args)
-    env = _environment(args, hosts)
     several = (len(hosts) > 1 or args.force_multi) and not args.no_ssh
+    if not several and not args.module and not (shutil.which if args.no_python else os.path.isfile)(args.user_script):
+        kind = "program" if args.no_python else "script"
+        raise ConfigError(f"there is no {kind} {args.user_script!r} (--module runs a module).")
+    env = _environment(args, hosts)
     if several:
         print("zeroshard-deepspeed starts no other hosts. Start this on each of them:", file=sys.stderr)
         for number, host in enumerate(hosts):
@@ -150,11 +154,12 @@ def _devices_here(args: argparse.Namespace) -> int:
 def _filtered(pool: dict[str, list[int]], given: str, keep: bool) -> dict[str, list[int]]:
     """The pool with only (keep), or without, what `host:0,1@other` names; hosts without devices are left out."""
     named: dict[str, set[int]] = {}
+    option = "--include" if keep else "--exclude"
     for part in given.split("@"):
         host, _, slots = part.partition(":")
         if host not in pool:
-            raise ConfigError(f"{'--include' if keep else '--exclude'}: there is no host {host!r} among {list(pool)}.")
-        wanted = {int(slot) for slot in slots.split(",")} if slots else set(pool[host])
+            raise ConfigError(f"{option}: there is no host {host!r} among {list(pool)}.")
+        wanted = set(_numbers(option, slots)) if slots else set(pool[host])
         if not wanted <= set(pool[host]):
             raise ConfigError(f"{host} has no slot {sorted(wanted - set(pool[host]))}; it has {pool[host]}.")
         named.setdefault(host, set()).update(wanted)
@@ -206,11 +211,18 @@ def _cores(args: argparse.Namespace, ranks: int) -> list[int] | None:
         return None
     cores = sorted(os.sched_getaffinity(0))
     if args.bind_core_list is not None:
-        parts = [part.split("-") for part in args.bind_core_list.split(",")]
-        cores = sorted({core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)})
+        cores = _numbers("--bind_core_list", args.bind_core_list)
     if len(cores) < ranks:
         raise ConfigError(f"--bind_cores_to_rank: expected a core for each of {ranks} ranks, got {cores}.")
     return cores
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    """0-2,7 -> [0, 1, 2, 7]. Raises ConfigError for another form."""
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", given):
+        raise ConfigError(f"{option}: expected numbers like 0,2 or 0-3, got {given!r}.")
+    parts = [part.split("-") for part in given.split(",")]
+    return sorted({number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)})
 
 
 def _log(args: argparse.Namespace) -> str | None:
@@ -231,10 +243,6 @@ def _line_for(args: argparse.Namespace, argv: Sequence[str] | None, node: int) -
     return ["zeroshard-deepspeed", "--no_ssh", f"--node_rank={node}", *address, *given]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 def command() -> int:
     """The command line `zeroshard-deepspeed`: a mistake is one line."""
     try:
@@ -242,3 +250,7 @@ def command() -> int:
     except ConfigError as error:
         print(f"zeroshard-deepspeed: {error}", file=sys.stderr)
         return 2
+
+
+if __name__ == "__main__":
+    sys.exit(command())

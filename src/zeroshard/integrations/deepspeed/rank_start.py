@@ -20,7 +20,11 @@ def main() -> None:
         command.insert(plan["position"], f"--local_rank={rank}")
     if plan["cores"] is not None:
         each = len(plan["cores"]) // ranks
-        os.sched_setaffinity(0, plan["cores"][rank * each : (rank + 1) * each])
+        mine = plan["cores"][rank * each : (rank + 1) * each]
+        try:
+            os.sched_setaffinity(0, mine)
+        except OSError as error:
+            sys.exit(f"zeroshard-deepspeed: --bind_core_list: rank {rank} can not have the cores {mine}: {error.strerror}")
         os.environ["OMP_NUM_THREADS"] = str(each)
     if plan["log"] is not None:
         log = os.open(f"{plan['log']}_rank{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)

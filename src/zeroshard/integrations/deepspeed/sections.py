@@ -92,6 +92,7 @@ READERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "count": ("a whole number of at least 0", _within(_whole, 0)),
     "positive": ("a whole number above 0", _within(_whole, 1)),
     "stage": ("0, 1, 2 or 3", _within(_whole, 0, 3)),
+    "power": ("a whole number from 0 to 1023", _within(_whole, 0, 1023)),  # of two, in a float
     "fraction": ("a number from 0 to 1", _within(_number, 0, 1)),
     "scale": ("a finite number of at least 0 (0: a dynamic loss scale)", _within(_number, 0)),
     "text": ("a text", _text),

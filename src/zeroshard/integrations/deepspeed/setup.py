@@ -14,8 +14,10 @@ from torch import nn
 
 from ... import api
 from ...comm import backend_select
+from ...comm.codec import exchange_values
+from ...zero.runtime import runtime_of
 from . import activation, communication, leaf_modules, partition
-from .data_loader import DeepSpeedDataLoader
+from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
 from .lr_schedules import schedule_from_config
@@ -49,6 +51,10 @@ def initialize(
         raise DeepSpeedConfigError("PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining.")
     if mesh_param is not None:
         raise DeepSpeedConfigError("mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"deepspeed.initialize: model: expected a torch.nn.Module, got {type(model).__name__}.")
+    if training_data is not None:
+        check_dataset(training_data)
     given = _config_of(args, config, config_params)
     partition.shutdown_init_context()
     try:
@@ -88,12 +94,15 @@ def _initialize(
     if basic is None:
         options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
         options["stage"] = 3 if options["stage"] == 3 else 0
+    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # before anything is sharded: it may raise
+    monitor, failure = _monitor(config)
     api.shard(model, basic, comm=group, **options)
+    _compare(model, config, failure)
     config.say_notes()
-    known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": MonitorMaster(config.monitor_config)}
+    known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
     engine = DeepSpeedEngine(model, basic, config, **known)
     partition.attach(model)
-    engine.lr_scheduler = _scheduler(lr_scheduler, engine, config)
+    engine.lr_scheduler = lr_scheduler
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
     if config.disable_python_gc:
@@ -136,7 +145,10 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
             raise AssertionError(f"Client Optimizer is of unexpected type {type(optimizer)}")
         basic = optimizer(parameters)
     else:
-        return build_optimizer(config, parameters)
+        try:
+            return build_optimizer(config, parameters)
+        except TypeError as error:
+            raise DeepSpeedConfigError(f"optimizer.params of {config.optimizer_name}: {error}.") from error
     offload = config.zero_config.offload_optimizer
     if offload is not None and offload.device in ("cpu", "nvme") and config.zero_force_ds_cpu_optimizer and _is_torchs(basic):
         raise ZeRORuntimeException(
@@ -158,12 +170,46 @@ def _parameters(model: nn.Module, given: Any) -> list[Any]:
     return [entry for entry in given if isinstance(entry, dict) or getattr(entry, "requires_grad", True)]
 
 
-def _scheduler(given: Any, engine: DeepSpeedEngine, config: Any) -> Any:
-    if given is not None and not hasattr(given, "step") and callable(given):
-        return given(engine.basic_optimizer)
-    if given is None and config.scheduler_name is not None and engine.basic_optimizer is not None:
-        return schedule_from_config(config.scheduler_name, config.scheduler_params, engine.basic_optimizer)
-    return given
+def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
+    if given is None:
+        named = config.scheduler_name is not None and optimizer is not None
+        return schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer) if named else None
+    if hasattr(given, "step"):
+        return given
+    if not callable(given):
+        raise TypeError(f"lr_scheduler: expected a scheduler, or a callable that makes one of the optimizer, got {given!r}.")
+    return given(optimizer)
+
+
+_EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "scheduler_name", "scheduler_params")
+
+
+def _monitor(config: Any) -> tuple[MonitorMaster | None, OSError | None]:
+    """The monitors, or why rank 0, which alone opens their files, can not have them."""
+    try:
+        return MonitorMaster(config.monitor_config), None
+    except OSError as error:
+        return None, error
+
+
+def _compare(model: nn.Module, config: Any, failure: OSError | None) -> None:
+    """Raise DeepSpeedConfigError on every rank where one failed, or they differ in what the loop goes by.
+
+    The model is closed then. zs.shard has compared its own options.
+    """
+    comm = runtime_of(model).comm
+    mine = ["" if failure is None else f"a monitor: {failure}. Name a folder that rank 0 can write (output_path).", *(
+        repr(getattr(config, name)) for name in _EQUAL)]  # fmt: skip
+    everyone = [mine] if comm.imagined else exchange_values(comm, mine, "deepspeed.initialize: compare configurations")
+    failures, *columns = zip(*everyone, strict=True)
+    problem = next(filter(None, failures), None)
+    for name, values in zip(_EQUAL, columns, strict=True):
+        if problem is None and len(set(values)) > 1:
+            shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            problem = f"{name} differs: {shown}. Give every rank the same configuration."
+    if problem is not None:
+        api.close(model)
+        raise DeepSpeedConfigError(problem) from failure
 
 
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:

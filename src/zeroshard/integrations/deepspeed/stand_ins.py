@@ -83,7 +83,6 @@ _PIPE = "shard the whole model with stage 3 instead of cutting it into pipeline 
 _MOE = "write the experts as ordinary modules (or take a model of transformers); stage 3 shards them as all others."
 _SEQUENCE = "long sequences: zs.tile and zs.tiled_cross_entropy, and activation checkpoints with partition or offload."
 _INFER = "call deepspeed.initialize without an optimizer (stage 3), or export the model to an inference engine."
-_COMPRESS = "use AdamW, DeepSpeedCPUAdam or DeepSpeedCPULion: gradients are reduced in full."
 
 PipelineModule = _stand_in("PipelineModule", _PIPE, nn.Module)
 PipelineEngine = _stand_in("PipelineEngine", _PIPE, nn.Module)
@@ -118,9 +117,6 @@ set_autotp_mode = _refused("set_autotp_mode", "shard with stage 3 instead of ten
 
 _LAMB = "use FusedAdam, with a warm-up for large batches, or FusedLion; LAMB takes norms of whole parameters."
 FusedLamb = _stand_in("FusedLamb", _LAMB, torch.optim.Optimizer)
-OnebitAdam = _stand_in("OnebitAdam", _COMPRESS, torch.optim.Optimizer)
-OnebitLamb = _stand_in("OnebitLamb", _COMPRESS, torch.optim.Optimizer)
-ZeroOneAdam = _stand_in("ZeroOneAdam", _COMPRESS, torch.optim.Optimizer)
 
 
 # -- deepspeed.moe.utils: a model without MoE layers has no expert parameters --------------------------------------

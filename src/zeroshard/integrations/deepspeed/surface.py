@@ -91,16 +91,12 @@ _TABLE = {
     "runtime.config":
         "ds_config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig "
         "LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER "
-        "get_gradient_clipping read_config; sections: DeepSpeedConfigError",
+        "get_gradient_clipping; sections: DeepSpeedConfigError",
     "runtime.config_utils": "sections: DeepSpeedConfigModel=Section",
     "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT",
     "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
-    "runtime.fp16.onebit": "stand_ins: OnebitAdam OnebitLamb ZeroOneAdam",
-    "runtime.fp16.onebit.adam": "stand_ins: OnebitAdam",
-    "runtime.fp16.onebit.lamb": "stand_ins: OnebitLamb",
-    "runtime.fp16.onebit.zoadam": "stand_ins: ZeroOneAdam",
     "runtime.fp16.unfused_optimizer": "stand_ins: FP16_UnfusedOptimizer",
     "runtime.hybrid_engine": "stand_ins: DeepSpeedHybridEngine",
     "runtime.lr_schedules":
@@ -198,7 +194,7 @@ INSTEAD: dict[str, str] = {  # by module or name: what to use
     "inference": "It trains: export weights with engine.save_16bit_model() and use an inference engine.",
     "module_inject": "There are no fused kernels to put in: the model's own modules run, or torch.compile them.",
     "compression": "Quantize or prune exported weights with a tool of your own.",
-    "autotuning": "zeroshard forecast says what a configuration takes before it runs.",
+    "autotuning": "zs.report(model) tells what a rank holds, zs.forecast(model, ...) what a step takes.",
     "profiling": "Use torch.profiler and torch.utils.flop_counter.",
     "elasticity": "Checkpoints load at any number of ranks: start again with the ranks that there are.",
     "sequence": "Sequence parallelism is not served; zs.tile and zs.tiled_cross_entropy serve long sequences.",
