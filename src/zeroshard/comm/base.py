@@ -155,19 +155,22 @@ class Pending:
 
     def __init__(self) -> None:
         self.items: list[Hops] = []
-        self._busy = False
+        self._looking = False
 
     def advance(self) -> None:
         """Begin the second collectives whose first are over."""
-        if self._busy or not self.items:
+        if self._looking or not self.items:
             return
-        self._busy = True
+        while hops := self._next():
+            self.items.remove(hops)
+            hops.begin()  # may wait for a buffer, and so for others of these
+
+    def _next(self) -> Hops | None:
+        self._looking = True  # `ready` may look as well
         try:
-            for hops in [hops for hops in self.items if hops.first.ready()]:
-                self.items.remove(hops)
-                hops.begin()
+            return next((hops for hops in self.items if hops.first.ready()), None)
         finally:
-            self._busy = False
+            self._looking = False
 
 
 class Comm(ABC):
@@ -187,6 +190,7 @@ class Comm(ABC):
     replicas: int = 1  # groups of ranks that hold the same shards: reductions sum over all of them
     replica: int = 0  # which of them this one is
     local: Comm | None = None  # of the ranks of this host, if they have a better way among them
+    packs: bool = False  # what is reduced travels as fewer bytes now
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
@@ -234,6 +238,14 @@ class Comm(ABC):
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         """What this rank sends in a "gather", a "gather again" (of shards not written since) or a "reduce" of shards of `numel` elements."""
         return self.sent(numel * dtype.itemsize)
+
+    def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
+        """`volume` of a "reduce" under this tag, of which more may be known: see `expect`."""
+        return self.volume("reduce", numel, dtype)
+
+    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
+        """Bytes that are kept on this rank between collectives of a kind, of shards of `numel` elements. slots: see `expect`."""
+        return 0
 
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         """Shards of so many elements are going to be gathered from region `number`; 0: from one without a number (collective)."""

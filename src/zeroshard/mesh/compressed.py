@@ -10,7 +10,7 @@ shard. A reduction in two hops is one of two Comms, each compressed: what a valu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -103,6 +103,10 @@ class CompressedGathers(_Compressed):
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
 
+    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
+        packed = (self._packed_nbytes(numel), torch.uint8) if kind != "reduce" else (numel, dtype)
+        return self.comm.kept_nbytes(kind, *packed, slots)
+
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         if not self.active():
             return self.comm.gather(full, source, label, tag)
@@ -161,7 +165,11 @@ class CompressedReductions(_Compressed):
         self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
     ) -> None:
         super().__init__(comm, codec, ledger, active, errors)
-        self.feedback = ErrorFeedback(codec) if feedback and not self.imagined else None
+        self.feedback = ErrorFeedback(codec) if feedback else None
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.active()
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
@@ -171,6 +179,11 @@ class CompressedReductions(_Compressed):
         if kind != "reduce" or not self.active():
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
+
+    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
+        if kind == "reduce" and self.feedback is not None:
+            return 4 * numel * self.world_size
+        return self.comm.kept_nbytes(kind, numel, dtype, slots)
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
@@ -209,7 +222,10 @@ class CompressedReductions(_Compressed):
             if self.feedback is None:
                 self._pack(row, part, label)
             else:
-                if (tag, rank) not in self.feedback.residuals:
-                    self.ledger.enter(RESIDUALS, 4 * row.numel())
-                self.feedback.pack((tag, rank), row, part)
-                self.errors.note(label, self.feedback.residuals[tag, rank], row, self.progress.step)
+                residuals = self.feedback.residuals
+                if (tag, rank) not in residuals:
+                    residuals[tag, rank] = torch.zeros_like(row, dtype=torch.float32)
+                    self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
+                if not self.imagined:
+                    self.feedback.pack((tag, rank), row, part)
+                    self.errors.note(label, residuals[tag, rank], row, self.progress.step)

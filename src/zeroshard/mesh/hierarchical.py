@@ -41,7 +41,7 @@ class HierarchicalComm(Wrapper):
         sums: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """inner, outer: of this rank's node, and of its place. parts: the ranks of each node, by place. keep: secondary shards.
-        sums: in which dtype they pass from the first hop of a reduction to the second; None: in that of what is reduced.
+        sums: in which dtype they pass from the first hop of a reduction to the second where hops pack; else in that of what is reduced.
         """
         super().__init__(world)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
@@ -110,9 +110,10 @@ class HierarchicalComm(Wrapper):
             self._open_rows()
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
-        self.outer.reserve_slices(numel, self.sums or dtype)
+        widest = torch.promote_types(self.sums or dtype, dtype)
+        self.outer.reserve_slices(numel, widest)
         self.inner.reserve_slices(numel * self.outer.world_size, dtype)
-        self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * (self.sums or dtype).itemsize)
+        self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
 
     def open(self) -> None:
         self.inner.open()
@@ -131,6 +132,10 @@ class HierarchicalComm(Wrapper):
         self._rows.close() if self._rows is not None else None  # what is under way holds the memory it uses
         self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, _BUFFERS, _BUFFERS + 1)
 
+    def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        packed = self.sums is not None and (self.inner.packs or self.outer.packs)
+        return torch.promote_types(self.sums, dtype) if packed else dtype
+
     def outdate(self, number: int) -> None:
         self._held.discard(number)
 
@@ -141,9 +146,14 @@ class HierarchicalComm(Wrapper):
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         again = kind == "gather again" and self.keep
-        first = Sent() if again else self.outer.volume(kind, numel, dtype)
+        first = Sent() if again else self.outer.volume(kind, numel, self._sums_dtype(dtype) if kind == "reduce" else dtype)
         second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
         return Sent(first.inside + second.inside, first.between + second.between)
+
+    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
+        if kind != "reduce":
+            return numel * dtype.itemsize * self.outer.world_size if self.keep else 0
+        return self.inner.kept_nbytes(kind, numel * self.outer.world_size, dtype, slots) + self.outer.kept_nbytes(kind, numel, dtype, slots)
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         number = source.number if tag is None else tag
@@ -179,7 +189,7 @@ class HierarchicalComm(Wrapper):
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:
-        numel, dtype = out.numel() * self.outer.world_size, self.sums or source.tensor.dtype
+        numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
         assert self._sums is not None
         self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(numel, dtype)

@@ -8,6 +8,8 @@ All groups end with the same bits: each element is summed once, by one rank, and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -56,6 +58,11 @@ class ReplicatedComm(Wrapper):
         part = round_up(numel, self.replicas) // self.replicas
         across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
         return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
+
+    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
+        part = round_up(numel, self.replicas) // self.replicas
+        across = self.outer.kept_nbytes(kind, part, dtype, slots) if kind == "reduce" else 0
+        return self.comm.kept_nbytes(kind, numel, dtype, slots) + across
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str

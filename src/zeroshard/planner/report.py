@@ -187,9 +187,10 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
     """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
     row, total = runtime.config.row, Sent()
 
-    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype) -> None:
+    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
         nonlocal total
-        volume = comm.volume(kind, -(-numel // comm.world_size), dtype)
+        shard_numel = -(-numel // comm.world_size)
+        volume = comm.reduction_volume(tag, shard_numel, dtype) if kind == "reduce" else comm.volume(kind, shard_numel, dtype)
         total = Sent(total.inside + volume.inside, total.between + volume.between)
 
     for group in runtime.groups:
@@ -200,7 +201,7 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
         elif row.optimizer is Placement.SHARDED and grads is not None:
             add(values.comm, "gather", numel, values.dtype)
         if grads is not None:
-            add(grads.comm, "reduce", numel, grads.send_dtype)
+            add(grads.comm, "reduce", numel, grads.send_dtype, grads.tag)
             if row.gradient is Placement.REPLICATED:
                 add(grads.comm, "gather", numel, grads.dtype)
     return total

@@ -240,10 +240,13 @@ class Builder:
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
+        sizes, slots = (layout.numel, layout.shard_numel, dtype), layout.places
+        secondary = self._values_comm(bucket[0], layout).kept_nbytes("gather", layout.shard_numel, dtype, slots)
         if not bucket[0].requires_grad:
-            return Group(layout.numel, layout.shard_numel, dtype)
+            return Group(*sizes, secondary_nbytes=secondary)
         offload, master = self._states[id(bucket[0])]
-        return Group(layout.numel, layout.shard_numel, dtype, self.gradient_dtype(dtype), offload, master, max(columns))
+        lost = self._grads_comm(bucket[0], layout).kept_nbytes("reduce", layout.shard_numel, self.send_dtype(dtype), slots)
+        return Group(*sizes, self.gradient_dtype(dtype), offload, master, max(columns), secondary, lost)
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` travel."""
@@ -263,8 +266,8 @@ class Builder:
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
-            comm = self.topology.gradients_of(self.topology.packs(bucket[0].name, len(bucket[0].shape))[1], layout.numel)
-            comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
+            comm = self._grads_comm(bucket[0], layout)
+            comm.expect(self.tag, layout.places, layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}",
@@ -316,6 +319,10 @@ class Builder:
     def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
         """Through which the values of a group travel. spec: its first parameter."""
         return self.topology.values_of(self.topology.packs(spec.name, len(spec.shape))[0], layout.numel)
+
+    def _grads_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
+        """As `_values_comm`, for their gradients."""
+        return self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
         """Copy the value into the buffers and exchange the parameter object."""

@@ -58,7 +58,7 @@ class LowRank:
             begin, end = end, offset + math.prod(shape)
             if offset < begin or end > numel:
                 raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
-            n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
+            n, m = _matrix_shape(shape)
             if rank * (n + m) < n * m:
                 q = torch.randn(m, rank, generator=generator).to(device)
                 self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
@@ -67,14 +67,22 @@ class LowRank:
         self._plain = [part for part in (*self._plain, slice(plain_begin, numel)) if part.start < part.stop]
 
     @property
-    def sent_numel(self) -> int:
-        """Values that one `reduce` gives to its two all-reduces, of `numel`."""
-        return sum(part.stop - part.start for part in self._plain) + sum(self.rank * sum(each.shape) for each in self._matrices)
+    def sent_numels(self) -> tuple[int, int]:
+        """Values that one `reduce` gives to each of its two all-reduces, of `numel`."""
+        plain = sum(part.stop - part.start for part in self._plain)
+        rows, columns = (self.rank * sum(each.shape[axis] for each in self._matrices) for axis in (0, 1))
+        return plain + rows, columns
 
     @property
     def state_numel(self) -> int:
         """fp32 values kept between steps: errors and Qs."""
         return sum(each.error.numel() + each.q.numel() for each in self._matrices)
+
+    @staticmethod
+    def kept_numel(slots: Sequence[tuple[int, Sequence[int]]], rank: int) -> int:
+        """`state_numel` of one that is made of these."""
+        shapes = [_matrix_shape(shape) for _, shape in slots]
+        return sum(n * m + m * rank for n, m in shapes if rank * (n + m) < n * m)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
@@ -116,6 +124,11 @@ class LowRank:
     @staticmethod
     def _of(flat: Tensor, matrix: _Matrix) -> Tensor:
         return flat[matrix.offset : matrix.offset + math.prod(matrix.shape)].view(matrix.shape)
+
+
+def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(n, m): the first dimension, and all others together; (1, 1) of what is no matrix."""
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
