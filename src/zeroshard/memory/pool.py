@@ -46,7 +46,11 @@ class _Buffer:
 class StagingPool:
     """`limit` buffers of `nbytes` each, of which `count` are normally in use."""
 
-    def __init__(self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING) -> None:
+    def __init__(
+        self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
+    ) -> None:
+        """passing: what takes one is under way, and gives it back by itself: worth waiting for."""
+        self.passing = passing
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
         present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
@@ -61,10 +65,6 @@ class StagingPool:
         """A free buffer as a region of `numel` elements (a whole one, or one shard); its number is for `give`."""
         assert numel * dtype.itemsize <= self.nbytes
         return self._prepare(self._find_free(), numel, dtype, whole)
-
-    def has_given(self) -> bool:
-        """True where not all buffers are taken."""
-        return any(not buffer.taken for buffer in self._buffers)
 
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
@@ -110,7 +110,7 @@ class StagingPool:
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                if waiting is None or (announced and self.comm.peers_wait()):
+                if (waiting is None and not self.passing) or (announced and self.comm.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
                     announced = True

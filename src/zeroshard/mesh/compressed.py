@@ -19,9 +19,9 @@ from ..comm.base import Comm, Outcome, Region, Sent, Work
 from ..comm.codecs.base import Codec, ErrorFeedback
 from ..memory.ledger import RESIDUALS, STAGING, Ledger
 from ..memory.pool import StagingPool
+from .hierarchical import buffers
 from .wrapper import Wrapper
 
-_BUFFERS = 2
 _ERROR_EVERY = 64  # steps between two looks at what packing has changed
 
 Active = Callable[[], bool]
@@ -59,7 +59,7 @@ class _Compressed(Wrapper):
         """active: False while nothing is to be compressed yet. errors: where measured ones are noted."""
         super().__init__(comm)
         self.codec, self.ledger, self.active, self.errors = codec, ledger, active, errors
-        self._nbytes = 0
+        self._nbytes = self._most = 0
         self._pool: StagingPool | None = None
 
     def _packed_nbytes(self, numel: int) -> int:
@@ -74,7 +74,7 @@ class _Compressed(Wrapper):
     def open(self) -> None:
         self.comm.open()
         if self._pool is None:
-            self._pool = StagingPool(self.comm, self.ledger, self._nbytes, _BUFFERS, _BUFFERS + 1)
+            self._pool = StagingPool(self.comm, self.ledger, self._nbytes, *buffers(self._most))
 
     def release(self) -> None:
         self._pool.close() if self._pool is not None else None
@@ -96,7 +96,7 @@ class CompressedGathers(_Compressed):
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         plain = 0 if self.active() else numel * dtype.itemsize  # before it becomes active
         self.comm.reserve(number, max(plain, self._packed_nbytes(numel)), torch.uint8)
-        self._nbytes = max(self._nbytes, self._packed_nbytes(numel))
+        self._nbytes, self._most = max(self._nbytes, self._packed_nbytes(numel)), self._most + 1
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         if kind == "reduce" or not self.active():
@@ -173,7 +173,7 @@ class CompressedReductions(_Compressed):
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
-        self._nbytes = max(self._nbytes, self.world_size * self._packed_nbytes(numel))
+        self._nbytes, self._most = max(self._nbytes, self.world_size * self._packed_nbytes(numel)), self._most + 1
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         if kind != "reduce" or not self.active():

@@ -26,6 +26,12 @@ from ..memory.pool import StagingPool
 from .wrapper import Wrapper
 
 _BUFFERS = 2  # of each kind: one hop fills one while the other is read
+_MOST_BUFFERS = 64
+
+
+def buffers(most: int) -> tuple[int, int]:
+    """How many buffers serve `most` collectives that may be under way, and how many more if ranks begin them in different orders."""
+    return _BUFFERS, min(max(most, _BUFFERS), _MOST_BUFFERS)
 
 
 def exact_share(num_ranks: int) -> float:
@@ -53,7 +59,7 @@ class HierarchicalComm(Wrapper):
         self._alike = [rank for rank in range(self.world_size) if rank // outer.world_size == self.rank // outer.world_size]
         self._secondary: dict[int, StagingPool] = {}  # by region: memory of its secondary shard
         self._held: set[int] = set()  # regions whose secondary shard is that of the present values
-        self._rows_nbytes = 0
+        self._rows_nbytes = self._num_rows = self._num_sums = 0
         self._rows: StagingPool | None = None
         self._sums: StagingPool | None = None
         self._sums_nbytes = 0
@@ -105,7 +111,7 @@ class HierarchicalComm(Wrapper):
             if number not in self._secondary:
                 self._secondary[number] = StagingPool(self.inner, self.ledger, nbytes, 1, 1, SECONDARY)
             return
-        self._rows_nbytes = max(self._rows_nbytes, nbytes)
+        self._rows_nbytes, self._num_rows = max(self._rows_nbytes, nbytes), self._num_rows + 1
         if self._rows is not None and self._rows.nbytes < nbytes:
             self._open_rows()
 
@@ -113,6 +119,7 @@ class HierarchicalComm(Wrapper):
         widest = torch.promote_types(self.sums or dtype, dtype)
         self.outer.reserve_slices(numel, widest)
         self.inner.reserve_slices(numel * self.outer.world_size, dtype)
+        self._num_sums += 1
         self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
 
     def open(self) -> None:
@@ -120,7 +127,7 @@ class HierarchicalComm(Wrapper):
         self.outer.open()
         self._open_rows()
         if self._sums is None:
-            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
 
     def release(self) -> None:
         for pool in (self._rows, self._sums, *self._secondary.values()):
@@ -130,7 +137,7 @@ class HierarchicalComm(Wrapper):
 
     def _open_rows(self) -> None:
         self._rows.close() if self._rows is not None else None  # what is under way holds the memory it uses
-        self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, _BUFFERS, _BUFFERS + 1)
+        self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, *buffers(self._num_rows), passing=True)
 
     def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
         packed = self.sums is not None and (self.inner.packs or self.outer.packs)
@@ -162,7 +169,7 @@ class HierarchicalComm(Wrapper):
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
             rows = Region(rows.tensor, rows.shards, number=number)  # at rest
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
-        pool, slot, rows = self._take_rows(number, numel, full.dtype, label)
+        pool, slot, rows = self._take_rows(number, numel, full.dtype)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
 
         def inside() -> Work:
@@ -175,7 +182,7 @@ class HierarchicalComm(Wrapper):
 
         return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
 
-    def _take_rows(self, number: int, numel: int, dtype: torch.dtype, label: str) -> tuple[StagingPool, int, Region]:
+    def _take_rows(self, number: int, numel: int, dtype: torch.dtype) -> tuple[StagingPool, int, Region]:
         """Where the first hop leaves its result: (numel,)."""
         if number in self._secondary:
             pool = self._secondary[number]
@@ -183,7 +190,6 @@ class HierarchicalComm(Wrapper):
             pool.give(0, None)
             return pool, 0, rows
         assert self._rows is not None
-        self.comm.wait_until(self._rows.has_given, label)
         return self._rows, *self._rows.take(numel, dtype, whole=False)
 
     def reduce(
@@ -191,7 +197,6 @@ class HierarchicalComm(Wrapper):
     ) -> Work:
         numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
         assert self._sums is not None
-        self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(numel, dtype)
         share = exact_share(self.inner.world_size)
         first = self.inner.reduce(

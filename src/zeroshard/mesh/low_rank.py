@@ -17,9 +17,9 @@ from ..comm.codecs import LowRank
 from ..memory.ledger import RESIDUALS, Ledger
 from ..memory.pool import StagingPool
 from ..tensor.flat_layout import round_up
+from .hierarchical import buffers
 from .wrapper import Wrapper
 
-_BUFFERS = 2
 _ALIGN = 32
 
 
@@ -49,7 +49,8 @@ class LowRankReductions(Wrapper):
         self.comm.reserve_slices(self._numel // self.world_size, torch.float32)
         self.comm.open()
         if not self._pools:
-            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, _BUFFERS) for _ in range(2)]
+            usual, most = buffers(len(self._factors))
+            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, usual, most, passing=each) for each in (True, False)]
 
     def release(self) -> None:
         for pool in self._pools:
@@ -76,8 +77,7 @@ class LowRankReductions(Wrapper):
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
         factors, flat = self._factors[tag], source.tensor
-        self.comm.wait_until(self._pools[0].has_given, label)  # it is given back at the end: then the second pool has one as well
-        slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)
+        slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)  # given back last
 
         def middle(mean: Tensor) -> Work:
             other, thin = self._pools[1].take(self._padded(factors.sent_numels[1]), torch.float32)

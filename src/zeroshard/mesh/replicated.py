@@ -17,10 +17,8 @@ from ..comm.base import Comm, Hops, Region, Sent, Work
 from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
 from ..tensor.flat_layout import round_up
-from .hierarchical import exact_share
+from .hierarchical import buffers, exact_share
 from .wrapper import Wrapper
-
-_BUFFERS = 2
 
 
 class ReplicatedComm(Wrapper):
@@ -31,20 +29,21 @@ class ReplicatedComm(Wrapper):
         self.outer, self.ledger = outer, ledger
         self.drains_all = False
         self.replicas, self.replica = outer.world_size, outer.rank
-        self._sums_nbytes = 0
+        self._sums_nbytes = self._num_sums = 0
         self._sums: StagingPool | None = None
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         part = round_up(numel, self.replicas) // self.replicas
         self.comm.reserve_slices(numel, dtype)
         self.outer.reserve_slices(part, dtype)
+        self._num_sums += 1
         self._sums_nbytes = max(self._sums_nbytes, part * self.replicas * dtype.itemsize)
 
     def open(self) -> None:
         self.comm.open()
         self.outer.open()
         if self._sums is None:
-            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, *buffers(self._num_sums), passing=True)
 
     def release(self) -> None:
         self._sums.close() if self._sums is not None else None
@@ -69,7 +68,6 @@ class ReplicatedComm(Wrapper):
     ) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
         assert self._sums is not None
-        self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
         share = exact_share(self.world_size)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)

@@ -63,7 +63,7 @@ class Topology:
             comm.release()
 
     def _all(self) -> Iterable[Comm]:
-        return dict.fromkeys((self.shards, self.values, self.plain_gradients, self.gradients))
+        return dict.fromkeys((self.gradients, self.plain_gradients, self.values, self.shards))  # who adds to what is reserved first
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether values and gradients of a parameter travel packed."""

@@ -265,6 +265,8 @@ class GradientBuffer:
         if self.replicated:
             comm.reserve(tag, layout.shard_numel, dtype)
         comm.reserve_slices(layout.shard_numel, send_dtype)
+        if self.replicated:
+            comm.reserve(0, layout.shard_numel, dtype)
         self.departure: Departure | None = None
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
