@@ -15,6 +15,7 @@ Packed: P(m) in the place of m v, or m g, for each of what is sent, m being s, R
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
+from zeroshard.bench import volumes
 from zeroshard.comm.fake import FakeComm
 from zeroshard.zero.runtime import runtime_of
 
@@ -346,3 +348,11 @@ def test_low_rank_keeps_errors_and_one_factor():
         kept = [group.grads.comm.kept_nbytes("reduce", group.layout.shard_numel, torch.bfloat16, group.layout.places) for group in run.runtime.groups]
         shapes = [spec.shape for group in run.runtime.groups if travels_packed(group) for spec in group.specs]
         assert sum(kept) == zs.report(run.model).lost == 4 * sum(n * m + 4 * m for n, m in shapes)
+
+
+def test_the_document_shows_what_is_counted():
+    """Made anew: python -m zeroshard.bench.volumes."""
+    assert volumes.table(8, 8) in (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
+    for row in volumes.rows(8):
+        found, theory = volumes.measure(row, 128, 8), [share(128, 8) for share in row.volumes]
+        assert (found.between, found.inside) == pytest.approx(theory, rel=1e-3), row.name
