@@ -453,7 +453,7 @@ def test_zero_plus_plus_and_mics_are_options_of_stage_3():
     keys = {"zero_hpz_partition_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 
     def options(stage, **given):
-        return shard_options(DeepSpeedConfig({"train_batch_size": 8, "zero_optimization": {"stage": stage, **given}}, world_size=8))
+        return shard_options(read(ranks=8, zero_optimization={"stage": stage, **given}))
 
     config = zs.Config.build(None, **options(3, **keys))
     assert config.zero_hpz_partition_size == 4 and config.zero_quantized_weights.codec == "int8"

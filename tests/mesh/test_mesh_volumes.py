@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, inside of its node and between nodes, on 8 x 8 and 128 x 8 imagined ranks: exactly the closed formulas.
+"""Bytes that a rank sends, inside of its node and between nodes, on 8 x 8 and 128 x 8 imagined ranks: the closed formulas.
 
 R nodes of S ranks, N = R S. Of one flat buffer of n elements, padding counted, a rank holds s = n / N (in groups s = n / S).
 v, g: bytes an element of values and gradients. P(m): bytes of m packed elements. A rank sends, inside and between nodes:
@@ -345,7 +345,9 @@ def test_low_rank_keeps_errors_and_one_factor():
     with FakeTensorMode():
         run = Run(8, 8, zero_quantized_gradients="low_rank")
         run.step()
-        kept = [group.grads.comm.kept_nbytes("reduce", group.layout.shard_numel, torch.bfloat16, group.layout.places) for group in run.runtime.groups]
+        sizes = [(group.layout.shard_numel, torch.bfloat16, group.layout.places) for group in run.runtime.groups]
+        comms = [group.grads.comm for group in run.runtime.groups]
+        kept = [comm.kept_nbytes("reduce", *size) for comm, size in zip(comms, sizes, strict=True)]
         shapes = [spec.shape for group in run.runtime.groups if travels_packed(group) for spec in group.specs]
         assert sum(kept) == zs.report(run.model).lost == 4 * sum(n * m + 4 * m for n, m in shapes)
 

@@ -49,7 +49,8 @@ class Row:
 
 def rows(place: int) -> list[Row]:
     """All rows, for nodes of `place` ranks."""
-    weights, int8, int4 = {"zero_quantized_weights": "int8"}, {"zero_quantized_gradients": "int8"}, {"zero_quantized_gradients": "int4"}
+    weights = {"zero_quantized_weights": "int8"}
+    int8, int4 = {"zero_quantized_gradients": "int8"}, {"zero_quantized_gradients": "int4"}
     flat, hpz, mics = {"hierarchical": False}, {"zero_hpz_partition_size": place}, {"shard_size": place}
     return [
         Row("plain, one hop", flat, _flat(3)),
@@ -82,7 +83,8 @@ class Measured:
 def measure(row: Row, nodes: int, place: int) -> Measured:
     """One step of the runtime on imagined ranks."""
     with FakeTensorMode():
-        model: nn.Module = nn.Sequential(*(nn.Sequential(*(nn.Linear(_DIM, _DIM, bias=False) for _ in range(2))) for _ in range(2)))
+        matrices = [nn.Linear(_DIM, _DIM, bias=False) for _ in range(4)]
+        model: nn.Module = nn.Sequential(nn.Sequential(*matrices[:2]), nn.Sequential(*matrices[2:]))
         optimizer = torch.optim.AdamW(model.parameters())
         comm = FakeComm(0, nodes * place, node_size=place)
         units = lambda name, module: isinstance(module, nn.Sequential) and name != ""  # noqa: E731

@@ -47,7 +47,7 @@ class HierarchicalComm(Wrapper):
         sums: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """inner, outer: of this rank's node, and of its place. parts: the ranks of each node, by place. keep: secondary shards.
-        sums: in which dtype they pass from the first hop of a reduction to the second where hops pack; else in that of what is reduced.
+        sums: in which dtype they pass from the first hop of a reduction to the second where hops pack; else in that of its source.
         """
         super().__init__(world)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
@@ -160,7 +160,8 @@ class HierarchicalComm(Wrapper):
     def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
         if kind != "reduce":
             return numel * dtype.itemsize * self.outer.world_size if self.keep else 0
-        return self.inner.kept_nbytes(kind, numel * self.outer.world_size, dtype, slots) + self.outer.kept_nbytes(kind, numel, dtype, slots)
+        inside = self.inner.kept_nbytes(kind, numel * self.outer.world_size, dtype, slots)
+        return inside + self.outer.kept_nbytes(kind, numel, dtype, slots)
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         number = source.number if tag is None else tag

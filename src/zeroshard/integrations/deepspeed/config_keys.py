@@ -227,8 +227,8 @@ _ZERO = (
                                "classes gathered whole", "texts"),
     _H("leaf_module.names", (), "modules gathered whole, by name", "texts"),
     _H("leaf_module.name_suffixes", (), "modules gathered whole, by the end of their name", "texts"),
-    _H("mics_shard_size", -1, "stage 3: states are sharded over groups of so many ranks, alike in all; -1: over all ranks", "whole",
-        "shard_size"),
+    _H("mics_shard_size", -1, "stage 3: states are sharded over groups of so many ranks, alike in all; -1: over all ranks",
+        "whole", "shard_size"),
     _N("mics_hierarchical_params_gather", False, f"a choice of traffic inside of a group: {_SAME}", "bool"),
     _H("zeropp_loco_param", None, "with zero_quantized_gradients: error feedback, of the whole error, and never reset: err_beta "
        "and reset_T change nothing", "any", "zero_quantized_gradients"),
