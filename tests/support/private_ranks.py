@@ -122,6 +122,7 @@ class PrivateComm(Comm):
 
     def gather(self, full: torch.Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         mine, rows = source.shards[self.rank], full.view(self.world_size, -1)
+        own = mine.clone()  # as it is now, like what is sent
         number = self._number(("gather", source.number if tag is None else tag))
         self._send(number, label, [mine.clone()] * self.world_size)
         for peer, row in enumerate(rows):
@@ -129,7 +130,7 @@ class PrivateComm(Comm):
                 row.fill_(math.nan if row.is_floating_point() else 255)
 
         def finish() -> None:
-            for row, part in zip(rows, self._receive(number, label, mine.clone()), strict=True):
+            for row, part in zip(rows, self._receive(number, label, own), strict=True):
                 row.copy_(part)
 
         work = Delivery(mine, finish, lambda: self._arrived(number), self.ordered)

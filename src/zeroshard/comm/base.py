@@ -59,6 +59,7 @@ class Sent(NamedTuple):
 
 
 Outcome = tuple[float | None, tuple[int, ...]]  # of a reduction: `square_sum` and `culprits` of its work
+Reserved = tuple[int, torch.dtype]  # elements of each shard, of each slice
 Combine = Callable[[list[Tensor]], Outcome | None]
 
 
@@ -255,6 +256,10 @@ class Comm(ABC):
 
     def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
         """Under a tag tensors of `numel` elements are going to be reduced: (offset, shape) of each parameter in them."""
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        """Bytes of this rank that `open`, and use, will take where these are reserved by `reserve` and `reserve_slices`."""
+        return 0
 
     def open(self) -> None:
         """Make what was reserved (collective, before the first gather or reduction)."""

@@ -31,7 +31,7 @@ from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
-_WAITERS = 16  # collectives that are waited for at a time
+_WAITERS = 64  # collectives that are waited for at a time
 _PAUSE_S = 1e-4
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
@@ -45,16 +45,24 @@ class _DistWork(Work):
     def __init__(self, comm: DistComm, works: list, label: str, watch: bool = False) -> None:
         self.comm, self.works, self.label = comm, works, label
         self.transfer: Future | None = None
-        if (watch or comm.beside) and not comm.ordered:
-            self.transfer = comm.waiter.submit(_wait_all, works)
+        if watch or comm.goes_on:
+            self.watch()
+
+    def watch(self) -> None:
+        """From now on it can be asked."""
+        if self.works and self.transfer is None and not self.comm.ordered:
+            self.transfer = self.comm.waiter.submit(_wait_all, self.works)
 
     def ready(self) -> bool:
+        self.watch()
         return self.transfer.done() if self.transfer is not None else not self.works
 
     def wait(self) -> None:
+        if self.comm.goes_on:
+            self.watch()
         works, self.works = self.works, []
         transfer, self.transfer = self.transfer, None
-        if transfer is not None and self.comm.beside:
+        if transfer is not None and self.comm.goes_on:
             self.comm.wait_until(transfer.done, self.label)
         with self.comm.explained(self.label):
             for work in works if transfer is None else ():
@@ -200,6 +208,11 @@ class DistComm(Comm):
         self.beside.append(local.serve)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether peers may need what this rank does while it waits."""
+        return bool(self.beside or self.pending.items)
+
+    @property
     def root(self) -> DistComm:
         """The comm of all ranks, of which this may be a subgroup."""
         return self._parent or self
@@ -294,7 +307,7 @@ class DistComm(Comm):
         mine[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
         work = dist.all_gather(everyone, mine, group=self._control, async_op=True)
-        if self.beside:
+        if self.goes_on:
             self.wait_until(work.is_completed, label)
         work.wait()
         return [part.numpy().tobytes() for part in everyone]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm, Outcome, Region, Sent, Work
+from ..comm.base import Comm, Outcome, Region, Reserved, Sent, Work
 from ..comm.codecs.base import Codec, ErrorFeedback
 from ..memory.ledger import RESIDUALS, STAGING, Ledger
 from ..memory.pool import StagingPool
@@ -97,6 +97,13 @@ class CompressedGathers(_Compressed):
         plain = 0 if self.active() else numel * dtype.itemsize  # before it becomes active
         self.comm.reserve(number, max(plain, self._packed_nbytes(numel)), torch.uint8)
         self._nbytes, self._most = max(self._nbytes, self._packed_nbytes(numel)), self._most + 1
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        packed = [self._packed_nbytes(numel) for numel, _ in values]
+        plain = [0 if self.active() else numel * dtype.itemsize for numel, dtype in values]
+        usual = buffers(0)[0]  # a unit in use, and one ahead: each as it comes, and as it goes
+        beneath = [(max(each), torch.uint8) for each in zip(packed, plain, strict=True)]
+        return usual * (1 + self.world_size) * max(packed, default=0) + self.comm.needed(beneath, slices)
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         if kind == "reduce" or not self.active():
@@ -205,6 +212,11 @@ class CompressedReductions(_Compressed):
         work = self.comm.collect(region, combine, tag=tag, label=label)
         self._pool.give(slot, work)
         return work
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        packed = max((self.world_size * self._packed_nbytes(numel) for numel, _ in slices), default=0)
+        lost = 4 * self.world_size * sum(numel for numel, _ in slices) if self.feedback is not None else 0
+        return buffers(0)[0] * packed + lost + self.comm.needed(values, slices)
 
     def release(self) -> None:
         if self.feedback is not None:

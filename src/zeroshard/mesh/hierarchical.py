@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.base import Combine, Comm, Hops, Region, Sent, Work
+from ..comm.base import Combine, Comm, Hops, Region, Reserved, Sent, Work
 from ..comm.failure import Failure
 from ..memory.ledger import SECONDARY, Ledger
 from ..memory.pool import StagingPool
@@ -121,6 +121,15 @@ class HierarchicalComm(Wrapper):
         self.inner.reserve_slices(numel * self.outer.world_size, dtype)
         self._num_sums += 1
         self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        places = self.outer.world_size
+        rows = [numel * places * dtype.itemsize for numel, dtype in values]
+        summed = [(numel, self.sums or dtype) for numel, dtype in slices]
+        sums = max((numel * places * dtype.itemsize for numel, dtype in summed), default=0)
+        held = sum(rows) if self.keep else _BUFFERS * max(rows, default=0)
+        hops = self.inner.needed([], [(numel * places, dtype) for numel, dtype in slices]) + self.outer.needed([], summed)
+        return held + _BUFFERS * sums + hops
 
     def open(self) -> None:
         self.inner.open()

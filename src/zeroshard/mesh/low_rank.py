@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm, Hops, Region, Sent, Work
+from ..comm.base import Comm, Hops, Region, Reserved, Sent, Work
 from ..comm.codecs import LowRank
 from ..memory.ledger import RESIDUALS, Ledger
 from ..memory.pool import StagingPool
@@ -43,6 +43,10 @@ class LowRankReductions(Wrapper):
 
     def _padded(self, numel: int) -> int:
         return round_up(max(numel, 1), _ALIGN * self.world_size)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        """What is lost is as large as what is reduced; the factors are small beside it."""
+        return 4 * self.world_size * sum(numel for numel, _ in slices) + self.comm.needed(values, slices)
 
     def open(self) -> None:
         self.comm.reserve(0, self._numel // self.world_size, torch.float32)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.base import Comm, Hops, Region, Sent, Work
+from ..comm.base import Comm, Hops, Region, Reserved, Sent, Work
 from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
 from ..tensor.flat_layout import round_up
@@ -38,6 +38,11 @@ class ReplicatedComm(Wrapper):
         self.outer.reserve_slices(part, dtype)
         self._num_sums += 1
         self._sums_nbytes = max(self._sums_nbytes, part * self.replicas * dtype.itemsize)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        parts = [(round_up(numel, self.replicas) // self.replicas, dtype) for numel, dtype in slices]
+        sums = max((numel * self.replicas * dtype.itemsize for numel, dtype in parts), default=0)
+        return buffers(0)[0] * sums + self.comm.needed(values, slices) + self.outer.needed([], parts)
 
     def open(self) -> None:
         self.comm.open()

@@ -211,7 +211,7 @@ def _packs_by_hop(config: Config) -> bool:
 def _factorize(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
     compression = config.zero_quantized_gradients
     comm = topology.plain_gradients
-    if comm.world_size * comm.replicas > 1 and not _skips(topology, comm, compression, "gradients"):
+    if comm.world_size * comm.replicas > 1 and not _skips(topology, topology.control, compression, "gradients"):
         topology.sent = compression
         topology.gradients = LowRankReductions(comm, compression.rank, ledger, functools.partial(warm, compression.warmup_steps))
 
@@ -221,7 +221,8 @@ def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Call
     if compression is None or topology.shards.world_size == 1:
         return
     assert isinstance(compression, Compression)
-    if _skips(topology, topology.shards, compression, "parameters"):
+    reads = topology.shards if topology.shards.copies else topology.control  # in two hops a gather is more than a copy
+    if _skips(topology, reads, compression, "parameters"):
         return
     topology.weights = compression
     active = functools.partial(warm, compression.warmup_steps)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.base import Combine, Comm, Pending, Region, Sent, Work
+from ..comm.base import Combine, Comm, Pending, Region, Reserved, Sent, Work
 from ..comm.failure import Failure
 from ..comm.flight_recorder import Progress
 
@@ -72,6 +72,9 @@ class Wrapper(Comm):
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
+
+    def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
+        return self.comm.needed(values, slices)
 
     def open(self) -> None:
         self.comm.open()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..comm.base import Comm
+from ..comm.base import Comm, Reserved
 from ..comm.codec import exchange_values
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError
@@ -220,7 +220,7 @@ class Builder:
         found = needs(config, tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
         if not tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
             found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        for tier, nbytes in sizes.by_tier(tiers.separate):
+        for tier, nbytes in [*sizes.by_tier(tiers.separate), (Tier.DEVICE, self._travelling_nbytes(pairs))]:
             found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
@@ -237,6 +237,18 @@ class Builder:
         except (ConfigError, OSError) as error:
             problem = error
         _agree_on(problem, tiers, "zs.shard: space on disks")
+
+    def _travelling_nbytes(self, pairs: list[Pair]) -> int:
+        """What second hops and packing take: secondary shards, sums on their way, packed buffers, what is lost in packing."""
+        values: dict[Comm, list[Reserved]] = {}
+        slices: dict[Comm, list[Reserved]] = {}
+        for bucket, layout in pairs:
+            spec = bucket[0]
+            values.setdefault(self._values_comm(spec, layout), []).append((layout.shard_numel, spec.dtype))
+            if spec.requires_grad:
+                comm = self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
+                slices.setdefault(comm, []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
+        return sum(comm.needed(values.get(comm, []), slices.get(comm, [])) for comm in dict.fromkeys((*values, *slices)))
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
