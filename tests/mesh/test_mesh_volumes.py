@@ -323,8 +323,7 @@ KEPT_ROWS = {  # options -> bytes of secondary shards, of what packing has lost,
 
 
 @pytest.mark.parametrize("row", KEPT_ROWS)
-def test_secondary_shards_and_error_feedback_take_what_is_said_before(row):
-    """Before anything is allocated the check of memory asks each Comm what it will keep; the report tells what it keeps."""
+def test_secondary_shards_and_error_feedback_take_what_the_formulas_say(row):
     nodes, place = 8, 8
     options, formula = KEPT_ROWS[row]
     if "hpZ" not in row:
@@ -335,21 +334,14 @@ def test_secondary_shards_and_error_feedback_take_what_is_said_before(row):
         report, groups = zs.report(run.model), run.runtime.groups
         expected = added(formula(group.layout.shard_numel, nodes, place) for group in groups)
         assert (report.secondary, report.lost) == expected
-        for kind, nbytes in zip(("gather", "reduce"), expected, strict=True):
-            comms = [(group.values if kind == "gather" else group.grads).comm for group in groups]
-            sizes = [(group.layout.shard_numel, torch.bfloat16, group.layout.places) for group in groups]
-            assert sum(comm.kept_nbytes(kind, *size) for comm, size in zip(comms, sizes, strict=True)) == nbytes
 
 
 def test_low_rank_keeps_errors_and_one_factor():
     with FakeTensorMode():
         run = Run(8, 8, zero_quantized_gradients="low_rank")
         run.step()
-        sizes = [(group.layout.shard_numel, torch.bfloat16, group.layout.places) for group in run.runtime.groups]
-        comms = [group.grads.comm for group in run.runtime.groups]
-        kept = [comm.kept_nbytes("reduce", *size) for comm, size in zip(comms, sizes, strict=True)]
         shapes = [spec.shape for group in run.runtime.groups if travels_packed(group) for spec in group.specs]
-        assert sum(kept) == zs.report(run.model).lost == 4 * sum(n * m + 4 * m for n, m in shapes)
+        assert zs.report(run.model).lost == 4 * sum(n * m + 4 * m for n, m in shapes)
 
 
 def test_the_document_shows_what_is_counted():

@@ -244,10 +244,6 @@ class Comm(ABC):
         """`volume` of a "reduce" under this tag, of which more may be known: see `expect`."""
         return self.volume("reduce", numel, dtype)
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        """Bytes that are kept on this rank between collectives of a kind, of shards of `numel` elements. slots: see `expect`."""
-        return 0
-
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         """Shards of so many elements are going to be gathered from region `number`; 0: from one without a number (collective)."""
 

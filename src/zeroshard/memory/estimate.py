@@ -20,11 +20,11 @@ from ..config import Config, Offload, Placement, Tier
 from ..tensor.flat_layout import round_up
 from ..utils.host import host_identity
 from .host_memory import Limit
-from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, RESIDUALS, SECONDARY
+from .ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 
 PAGE_NBYTES = 4096  # regions on disk and mapped memory begin at multiples of this
 BUFFERS = "buffers"
-_CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, SECONDARY, RESIDUALS, BUFFERS)
+_CATEGORIES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, BUFFERS)
 
 Place = tuple[str, Tier, str | None]  # category, tier, folder on disk
 
@@ -34,8 +34,7 @@ class Group:
     """One flat buffer to be: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
     gradient: the dtype in which its gradient rests (None: frozen). states: where masters and optimizer states rest. master:
-    dtype of a master copy, or None. columns: optimizer states an element. secondary_nbytes: of its secondary shard; lost_nbytes:
-    of what packing loses of its gradient, and is kept.
+    dtype of a master copy, or None. columns: optimizer states an element.
     """
 
     numel: int
@@ -45,8 +44,6 @@ class Group:
     states: Offload = Offload()
     master: torch.dtype | None = None
     columns: int = 0
-    secondary_nbytes: int = 0
-    lost_nbytes: int = 0
 
     @property
     def stepped(self) -> torch.dtype:
@@ -70,8 +67,6 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
         sharded = row.parameter is Placement.SHARDED
         place, numel = (config.offload_param, group.shard_numel) if sharded else (device, group.numel)
         add(PARAMETERS, place, numel * group.dtype.itemsize)
-        add(SECONDARY, device, group.secondary_nbytes)
-        add(RESIDUALS, device, group.lost_nbytes)
         if group.gradient is None:
             continue
         sharded = row.gradient is Placement.SHARDED
@@ -190,8 +185,6 @@ def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> 
         return sum(n.parts.get(name, 0) for n in sharers for name in names)
 
     levers = [
-        ("without zero_hpz_partition_size", held(SECONDARY), True),
-        ("without error feedback", held(RESIDUALS), True),
         ("offload_optimizer='nvme'", held(OPTIMIZER, MASTERS), row.optimizer is Placement.SHARDED),
         ("offload_gradient='nvme'", held(GRADIENTS), row.gradient is Placement.SHARDED),
         ("offload_param='nvme'", held(PARAMETERS), row.parameter is Placement.SHARDED),
@@ -201,8 +194,7 @@ def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> 
         if possible and nbytes and freed < missing:
             chosen.append(f"{text} ({_gib(nbytes)} GiB less)")
             freed += nbytes
-    folder = ", with offload_path= a folder on a local disk" if any("nvme" in text for text in chosen) else ""
-    remedies = [" and ".join(chosen) + folder] if chosen else []
+    remedies = [" and ".join(chosen) + ", with offload_path= a folder on a local disk"] if chosen else []
     if freed < missing:
         remedies = [text + ", which alone is not enough" for text in remedies]
         remedies += ["stage=3, where ranks hold a part of every state"] * (config.stage < 3)

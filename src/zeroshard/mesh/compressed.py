@@ -110,10 +110,6 @@ class CompressedGathers(_Compressed):
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        packed = (self._packed_nbytes(numel), torch.uint8) if kind != "reduce" else (numel, dtype)
-        return self.comm.kept_nbytes(kind, *packed, slots)
-
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         if not self.active():
             return self.comm.gather(full, source, label, tag)
@@ -186,11 +182,6 @@ class CompressedReductions(_Compressed):
         if kind != "reduce" or not self.active():
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
-
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        if kind == "reduce" and self.feedback is not None:
-            return 4 * numel * self.world_size
-        return self.comm.kept_nbytes(kind, numel, dtype, slots)
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str

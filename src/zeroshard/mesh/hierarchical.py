@@ -166,12 +166,6 @@ class HierarchicalComm(Wrapper):
         second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
         return Sent(first.inside + second.inside, first.between + second.between)
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        if kind != "reduce":
-            return numel * dtype.itemsize * self.outer.world_size if self.keep else 0
-        inside = self.inner.kept_nbytes(kind, numel * self.outer.world_size, dtype, slots)
-        return inside + self.outer.kept_nbytes(kind, numel, dtype, slots)
-
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         number = source.number if tag is None else tag
         numel = full.numel() // self.inner.world_size

@@ -70,10 +70,6 @@ class LowRankReductions(Wrapper):
         volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
         return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        own = 4 * LowRank.kept_numel(slots, self.rank_of_factors) if kind == "reduce" else 0
-        return own + self.comm.kept_nbytes(kind, numel, dtype, slots)
-
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:

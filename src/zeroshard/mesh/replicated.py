@@ -63,11 +63,6 @@ class ReplicatedComm(Wrapper):
         across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
         return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        part = round_up(numel, self.replicas) // self.replicas
-        across = self.outer.kept_nbytes(kind, part, dtype, slots) if kind == "reduce" else 0
-        return self.comm.kept_nbytes(kind, numel, dtype, slots) + across
-
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:

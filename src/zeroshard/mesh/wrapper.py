@@ -61,9 +61,6 @@ class Wrapper(Comm):
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         return self.comm.volume(kind, numel, dtype)
 
-    def kept_nbytes(self, kind: str, numel: int, dtype: torch.dtype, slots: Sequence[tuple[int, Sequence[int]]]) -> int:
-        return self.comm.kept_nbytes(kind, numel, dtype, slots)
-
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve(number, numel, dtype)
 

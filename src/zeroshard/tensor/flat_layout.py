@@ -88,11 +88,6 @@ class FlatLayout:
         return self.world_size * self.shard_numel
 
     @property
-    def places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """(offset, shape) of each slot."""
-        return [(slot.offset, slot.shape) for slot in self.slots]
-
-    @property
     def true_numel(self) -> int:
         """Elements of the parameters alone, without padding."""
         return sum(slot.numel for slot in self.slots)

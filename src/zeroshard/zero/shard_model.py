@@ -246,19 +246,15 @@ class Builder:
             spec = bucket[0]
             values.setdefault(self._values_comm(spec, layout), []).append((layout.shard_numel, spec.dtype))
             if spec.requires_grad:
-                comm = self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
-                slices.setdefault(comm, []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
+                slices.setdefault(self._grads_comm(spec, layout), []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
         return sum(comm.needed(values.get(comm, []), slices.get(comm, [])) for comm in dict.fromkeys((*values, *slices)))
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
-        sizes, slots = (layout.numel, layout.shard_numel, dtype), layout.places
-        secondary = self._values_comm(bucket[0], layout).kept_nbytes("gather", layout.shard_numel, dtype, slots)
         if not bucket[0].requires_grad:
-            return Group(*sizes, secondary_nbytes=secondary)
+            return Group(layout.numel, layout.shard_numel, dtype)
         offload, master = self._states[id(bucket[0])]
-        lost = self._grads_comm(bucket[0], layout).kept_nbytes("reduce", layout.shard_numel, self.send_dtype(dtype), slots)
-        return Group(*sizes, self.gradient_dtype(dtype), offload, master, max(columns), secondary, lost)
+        return Group(layout.numel, layout.shard_numel, dtype, self.gradient_dtype(dtype), offload, master, max(columns))
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` travel."""
@@ -279,7 +275,7 @@ class Builder:
         if bucket[0].requires_grad:
             self.tag += 1
             comm = self._grads_comm(bucket[0], layout)
-            comm.expect(self.tag, layout.places, layout.numel)
+            comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
                 self.pool, self.tiers, self.tag, f"reduce {label}",

@@ -59,7 +59,7 @@ class LowRank:
             begin, end = end, offset + math.prod(shape)
             if offset < begin or end > numel:
                 raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots apart, within {numel} elements")
-            n, m = _matrix_shape(shape)
+            n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if rank * (n + m) < n * m:
                 q = torch.randn(m, rank, generator=generator, device="cpu").to(device)
                 self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
@@ -78,12 +78,6 @@ class LowRank:
     def state_numel(self) -> int:
         """fp32 values kept between steps: errors and Qs."""
         return sum(each.error.numel() + each.q.numel() for each in self._matrices)
-
-    @staticmethod
-    def kept_numel(slots: Sequence[tuple[int, Sequence[int]]], rank: int) -> int:
-        """`state_numel` of one that is made of these."""
-        shapes = [_matrix_shape(shape) for _, shape in slots]
-        return sum(n * m + m * rank for n, m in shapes if rank * (n + m) < n * m)
 
     @torch.no_grad()
     def reduce(self, flat: Tensor, all_reduce_mean: Callable[[Tensor], Tensor]) -> None:
@@ -125,11 +119,6 @@ class LowRank:
     @staticmethod
     def _of(flat: Tensor, matrix: _Matrix) -> Tensor:
         return flat[matrix.offset : matrix.offset + math.prod(matrix.shape)].view(matrix.shape)
-
-
-def _matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(n, m): the first dimension, and all others together; (1, 1) of what is no matrix."""
-    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
 
 
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
