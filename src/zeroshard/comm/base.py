@@ -156,22 +156,19 @@ class Pending:
 
     def __init__(self) -> None:
         self.items: list[Hops] = []
-        self._looking = False
+        self._busy = False
 
     def advance(self) -> None:
         """Begin the second collectives whose first are over."""
-        if self._looking or not self.items:
+        if self._busy or not self.items:
             return
-        while hops := self._next():
-            self.items.remove(hops)
-            hops.begin()  # may wait for a buffer, and so for others of these
-
-    def _next(self) -> Hops | None:
-        self._looking = True  # `ready` may look as well
+        self._busy = True
         try:
-            return next((hops for hops in self.items if hops.first.ready()), None)
+            for hops in [hops for hops in self.items if hops.first.ready()]:
+                self.items.remove(hops)
+                hops.begin()
         finally:
-            self._looking = False
+            self._busy = False
 
 
 class Comm(ABC):
