@@ -391,7 +391,7 @@ def low_rank_mean(rank_of_matrices, forget=False):
         with ThreadPoolExecutor(RANKS) as pool:
             results = list(pool.map(one, range(RANKS), gradients))
         assert all(torch.equal(result, results[0]) for result in results)  # every rank steps alike
-        assert ranks.sent - before == compressors[0].sent_numel
+        assert ranks.sent - before == sum(compressors[0].sent_numels)
         return results[0]
 
     return mean_of
@@ -406,8 +406,8 @@ def test_low_rank_with_feedback_of_errors_converges():
 
 def test_low_rank_sends_thin_factors_and_vectors_as_they_are():
     low_rank = LowRank([(0, (64, 4, 8)), (2048, (100,)), (2160, (2, 3))], 2176, rank=2)
-    assert low_rank.sent_numel == 2 * (64 + 32) + 128 and low_rank.state_numel == 64 * 32 + 2 * 32
-    assert LowRank([(0, (5,))], 8).sent_numel == 8 and LowRank([], 0).sent_numel == 0
+    assert low_rank.sent_numels == (2 * 64 + 128, 2 * 32) and low_rank.state_numel == 64 * 32 + 2 * 32
+    assert LowRank([(0, (5,))], 8).sent_numels == (8, 0) and LowRank([], 0).sent_numels == (0, 0)
     flat = torch.randn(2176)
     exact = flat.clone()
     low_rank.reduce(flat, lambda values: values)

@@ -447,3 +447,18 @@ def test_buffers_take_the_dtype_that_is_asked_for(types, table, bias):
     cast_buffers(read(data_types=types, bf16={"enabled": True}), model)
     assert (model["rope"].table.dtype, model["rope"].bias_of_router.dtype, model["rope"].count.dtype) == (table, bias,
         torch.int64)
+
+
+def test_zero_plus_plus_and_mics_are_options_of_stage_3():
+    keys = {"zero_hpz_partition_size": 4, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+
+    def options(stage, **given):
+        return shard_options(read(ranks=8, zero_optimization={"stage": stage, **given}))
+
+    config = zs.Config.build(None, **options(3, **keys))
+    assert config.zero_hpz_partition_size == 4 and config.zero_quantized_weights.codec == "int8"
+    assert config.zero_quantized_gradients == zs.Compression("int4")
+    assert options(2, **keys) == options(2) and options(3, mics_shard_size=-1, zero_hpz_partition_size=0) == options(3)
+    assert zs.Config.build(None, **options(3, mics_shard_size=4)).shard_size == 4
+    loco = options(3, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 1024})
+    assert zs.Config.build(None, **loco).zero_quantized_gradients == zs.Compression("int4", error_feedback=True)

@@ -188,6 +188,7 @@ class Comm(ABC):
     replicas: int = 1  # groups of ranks that hold the same shards: reductions sum over all of them
     replica: int = 0  # which of them this one is
     local: Comm | None = None  # of the ranks of this host, if they have a better way among them
+    packs: bool = False  # what is reduced travels as fewer bytes now
     waits_on_host: bool = True  # False: waiting orders streams and the host goes on (NCCL)
     imagined: bool = False  # the peers do not exist (planning)
     streams: Streams = Streams()
@@ -235,6 +236,10 @@ class Comm(ABC):
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         """What this rank sends in a "gather", a "gather again" (of shards not written since) or a "reduce" of shards of `numel` elements."""
         return self.sent(numel * dtype.itemsize)
+
+    def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
+        """`volume` of a "reduce" under this tag, of which more may be known: see `expect`."""
+        return self.volume("reduce", numel, dtype)
 
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         """Shards of so many elements are going to be gathered from region `number`; 0: from one without a number (collective)."""

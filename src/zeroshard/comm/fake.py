@@ -6,6 +6,7 @@ buffers, but nothing moves. Peers are taken to agree with this rank in all contr
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -34,9 +35,14 @@ class FakeComm(Comm):
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> FakeComm:
         mine = next(part for part in parts if self.rank in part)
-        group = FakeComm(list(mine).index(self.rank), len(mine), self.device, node_size=self._node_size)
+        assert self.pending is not None  # made now, and shared
+        group = copy.copy(self)
+        group.rank, group.world_size = list(mine).index(self.rank), len(mine)
         group._ranks = [self._ranks[rank] for rank in mine]
         return group
+
+    def poll(self) -> None:
+        self.pending.advance()
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         work = Work()

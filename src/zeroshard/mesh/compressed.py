@@ -168,7 +168,11 @@ class CompressedReductions(_Compressed):
         self, comm: Comm, codec: Codec, ledger: Ledger, active: Active, errors: Errors, *, feedback: bool = False
     ) -> None:
         super().__init__(comm, codec, ledger, active, errors)
-        self.feedback = ErrorFeedback(codec) if feedback and not self.imagined else None
+        self.feedback = ErrorFeedback(codec) if feedback else None
+
+    @property
+    def packs(self) -> bool:  # type: ignore[override]
+        return self.active()
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
@@ -221,7 +225,10 @@ class CompressedReductions(_Compressed):
             if self.feedback is None:
                 self._pack(row, part, label)
             else:
-                if (tag, rank) not in self.feedback.residuals:
-                    self.ledger.enter(RESIDUALS, 4 * row.numel())
-                self.feedback.pack((tag, rank), row, part)
-                self.errors.note(label, self.feedback.residuals[tag, rank], row, self.progress.step)
+                residuals = self.feedback.residuals
+                if (tag, rank) not in residuals:
+                    residuals[tag, rank] = torch.zeros_like(row, dtype=torch.float32)
+                    self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
+                if not self.imagined:
+                    self.feedback.pack((tag, rank), row, part)
+                    self.errors.note(label, residuals[tag, rank], row, self.progress.step)

@@ -47,7 +47,7 @@ class HierarchicalComm(Wrapper):
         sums: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """inner, outer: of this rank's node, and of its place. parts: the ranks of each node, by place. keep: secondary shards.
-        sums: in which dtype they pass from the first hop of a reduction to the second; None: in that of what is reduced.
+        sums: in which dtype they pass from the first hop of a reduction to the second where hops pack; else in that of its source.
         """
         super().__init__(world)
         self.inner, self.outer, self.ledger, self.keep, self.sums = inner, outer, ledger, keep, sums
@@ -116,10 +116,11 @@ class HierarchicalComm(Wrapper):
             self._open_rows()
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
-        self.outer.reserve_slices(numel, self.sums or dtype)
+        widest = torch.promote_types(self.sums or dtype, dtype)
+        self.outer.reserve_slices(numel, widest)
         self.inner.reserve_slices(numel * self.outer.world_size, dtype)
         self._num_sums += 1
-        self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * (self.sums or dtype).itemsize)
+        self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * widest.itemsize)
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:
         places = self.outer.world_size
@@ -147,6 +148,10 @@ class HierarchicalComm(Wrapper):
         self._rows.close() if self._rows is not None else None  # what is under way holds the memory it uses
         self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, *buffers(self._num_rows), passing=True)
 
+    def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        packed = self.sums is not None and (self.inner.packs or self.outer.packs)
+        return torch.promote_types(self.sums, dtype) if packed else dtype
+
     def outdate(self, number: int) -> None:
         self._held.discard(number)
 
@@ -157,7 +162,7 @@ class HierarchicalComm(Wrapper):
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         again = kind == "gather again" and self.keep
-        first = Sent() if again else self.outer.volume(kind, numel, dtype)
+        first = Sent() if again else self.outer.volume(kind, numel, self._sums_dtype(dtype) if kind == "reduce" else dtype)
         second = self.inner.volume(kind, numel * self.outer.world_size, dtype)
         return Sent(first.inside + second.inside, first.between + second.between)
 
@@ -194,7 +199,7 @@ class HierarchicalComm(Wrapper):
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
     ) -> Work:
-        numel, dtype = out.numel() * self.outer.world_size, self.sums or source.tensor.dtype
+        numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
         assert self._sums is not None
         slot, sums = self._sums.take(numel, dtype)
         share = exact_share(self.inner.world_size)

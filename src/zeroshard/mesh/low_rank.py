@@ -39,7 +39,7 @@ class LowRankReductions(Wrapper):
         factors = LowRank(slots, numel, rank=self.rank_of_factors, seed=tag, device=self.device)
         self._factors[tag] = factors
         self.ledger.enter(RESIDUALS, 4 * factors.state_numel)
-        self._numel = max(self._numel, self._padded(factors.sent_numel))
+        self._numel = max(self._numel, *map(self._padded, factors.sent_numels))
 
     def _padded(self, numel: int) -> int:
         return round_up(max(numel, 1), _ALIGN * self.world_size)
@@ -64,8 +64,12 @@ class LowRankReductions(Wrapper):
         self._factors = {}
         self.comm.release()
 
-    def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
-        return self.comm.volume(kind, numel, dtype)  # before it is known of which unit: see `sent` of each work
+    def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:
+        if not self.active():
+            return self.volume("reduce", numel, dtype)
+        parts = [self._padded(sent) // self.world_size for sent in self._factors[tag].sent_numels]
+        volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
+        return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
@@ -74,10 +78,10 @@ class LowRankReductions(Wrapper):
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
         factors, flat = self._factors[tag], source.tensor
-        slot, region = self._pools[0].take(self._padded(factors.sent_numel), torch.float32)  # given back last
+        slot, region = self._pools[0].take(self._padded(factors.sent_numels[0]), torch.float32)  # given back last
 
         def middle(mean: Tensor) -> Work:
-            other, thin = self._pools[1].take(region.tensor.numel(), torch.float32)
+            other, thin = self._pools[1].take(self._padded(factors.sent_numels[1]), torch.float32)
             return self._all_reduce(factors.second(flat, mean), thin, tag, label, lambda mean, work: keep(mean, other, work))
 
         def keep(mean: Tensor, other: int, work: Work) -> Work:
@@ -89,13 +93,8 @@ class LowRankReductions(Wrapper):
             return Work()
 
         first = self._all_reduce(factors.first(flat), region, tag, label, lambda mean, _: middle(mean))
-        first.sent = self._sent(factors)
+        first.sent = self.reduction_volume(tag, out.numel(), flat.dtype)
         return first
-
-    def _sent(self, factors: LowRank) -> Sent:
-        numel = self._padded(factors.sent_numel) // self.world_size
-        parts = [self.comm.volume(kind, numel, torch.float32) for kind in ("reduce", "gather")]
-        return Sent(*(sum(each) for each in zip(*parts, strict=True)))
 
     def _all_reduce(
         self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]

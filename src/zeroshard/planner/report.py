@@ -5,7 +5,8 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     parameters        p Psi, sharded p Psi / N
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
-    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N; in two hops, in groups or packed: docs/communication.md
+    sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
+                      in two hops, in groups or packed: docs/communication.md
     moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
                       2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """
@@ -19,7 +20,18 @@ from torch import nn
 
 from ..comm.base import Comm, Sent
 from ..config import PRECISIONS, Placement, Tier
-from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING, Traffic
+from ..memory.ledger import (
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    STAGING,
+    Traffic,
+)
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 
@@ -32,9 +44,10 @@ class Report:
 
     at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
     state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
-    category. secondary: bytes of secondary shards (hpZ); lost: of what packing gradients has lost and error feedback keeps. compression_errors:
-    of packed collectives by unit, relative to what was packed, when last looked at. moved: so far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one
-    backward and step, by formula. communication: totals by kind. *_nbytes_per_step: sent by one rank; between: of them, to other nodes.
+    category. secondary: bytes of secondary shards (hpZ); lost: of what packing gradients has lost and error feedback
+    keeps. compression_errors: of packed collectives by unit, relative to what was packed, when last looked at. moved: so
+    far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one backward and step, by
+    formula. communication: totals by kind. *_nbytes_per_step: sent by one rank; between: of them, to other nodes.
     numbers: the dtypes that parameters have, which the precision alone does not tell.
     """
 
@@ -83,7 +96,8 @@ class Report:
         for link, nbytes in self.moved.items():
             theory = self.theory_moved_per_step.get(link, 0)
             lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
-        lines += [f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent" for kind, t in self.communication.items()]
+        for kind, t in self.communication.items():
+            lines.append(f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent")
         lines.append(
             f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
         )
@@ -187,9 +201,10 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
     """Bytes one rank sends in a step of one backward: see the module's formulas (frozen parameters: gathers only)."""
     row, total = runtime.config.row, Sent()
 
-    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype) -> None:
+    def add(comm: Comm, kind: str, numel: int, dtype: torch.dtype, tag: int = 0) -> None:
         nonlocal total
-        volume = comm.volume(kind, -(-numel // comm.world_size), dtype)
+        shard_numel = -(-numel // comm.world_size)
+        volume = comm.reduction_volume(tag, shard_numel, dtype) if kind == "reduce" else comm.volume(kind, shard_numel, dtype)
         total = Sent(total.inside + volume.inside, total.between + volume.between)
 
     for group in runtime.groups:
@@ -200,7 +215,7 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
         elif row.optimizer is Placement.SHARDED and grads is not None:
             add(values.comm, "gather", numel, values.dtype)
         if grads is not None:
-            add(grads.comm, "reduce", numel, grads.send_dtype)
+            add(grads.comm, "reduce", numel, grads.send_dtype, grads.tag)
             if row.gradient is Placement.REPLICATED:
                 add(grads.comm, "gather", numel, grads.dtype)
     return total

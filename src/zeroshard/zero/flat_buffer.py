@@ -262,6 +262,8 @@ class GradientBuffer:
             assert shard is not None
             self.rest = tiers.over(shard)
             tiers.enter(GRADIENTS, self.region.tensor.nbytes, Tier.DEVICE)
+        if self.replicated:
+            comm.reserve(tag, layout.shard_numel, dtype)
         comm.reserve_slices(layout.shard_numel, send_dtype)
         if self.replicated:
             comm.reserve(0, layout.shard_numel, dtype)

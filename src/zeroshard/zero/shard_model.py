@@ -246,8 +246,7 @@ class Builder:
             spec = bucket[0]
             values.setdefault(self._values_comm(spec, layout), []).append((layout.shard_numel, spec.dtype))
             if spec.requires_grad:
-                comm = self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
-                slices.setdefault(comm, []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
+                slices.setdefault(self._grads_comm(spec, layout), []).append((layout.shard_numel, self.send_dtype(spec.dtype)))
         return sum(comm.needed(values.get(comm, []), slices.get(comm, [])) for comm in dict.fromkeys((*values, *slices)))
 
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
@@ -275,7 +274,7 @@ class Builder:
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
-            comm = self.topology.gradients_of(self.topology.packs(bucket[0].name, len(bucket[0].shape))[1], layout.numel)
+            comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
             grads = GradientBuffer(
                 layout, self.gradient_dtype(dtype), self.send_dtype(dtype), config, comm, self.ledger,
@@ -328,6 +327,10 @@ class Builder:
     def _values_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
         """Through which the values of a group travel. spec: its first parameter."""
         return self.topology.values_of(self.topology.packs(spec.name, len(spec.shape))[0], layout.numel)
+
+    def _grads_comm(self, spec: ParamSpec, layout: FlatLayout) -> Comm:
+        """As `_values_comm`, for their gradients."""
+        return self.topology.gradients_of(self.topology.packs(spec.name, len(spec.shape))[1], layout.numel)
 
     def _place(self, group: ParamGroup, index: int, spec: ParamSpec) -> None:
         """Copy the value into the buffers and exchange the parameter object."""

@@ -68,9 +68,11 @@ class LowRank:
         self._plain = [part for part in (*self._plain, slice(plain_begin, numel)) if part.start < part.stop]
 
     @property
-    def sent_numel(self) -> int:
-        """Values that one `reduce` gives to its two all-reduces, of `numel`."""
-        return sum(part.stop - part.start for part in self._plain) + sum(self.rank * sum(each.shape) for each in self._matrices)
+    def sent_numels(self) -> tuple[int, int]:
+        """Values that one `reduce` gives to each of its two all-reduces, of `numel`."""
+        plain = sum(part.stop - part.start for part in self._plain)
+        rows, columns = (self.rank * sum(each.shape[axis] for each in self._matrices) for axis in (0, 1))
+        return plain + rows, columns
 
     @property
     def state_numel(self) -> int:

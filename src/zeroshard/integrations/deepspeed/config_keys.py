@@ -168,9 +168,6 @@ _TOP = (
     _R("use_data_before_expert_parallelism", False, "there is no expert parallelism: leave it out"),
 )  # fmt: skip
 
-_QUANTIZED = (
-    "values would be sent with fewer bits, which is not there yet: leave it out, and set communication_data_type for fewer bytes"
-)
 _ZERO = (
     _H("stage", 0, "0: replicated, 1: optimizer states, 2: gradients, 3: parameters are sharded", "stage", "stage"),
     _N("contiguous_gradients", True, f"gradients are always in flat buffers: {_SAME}", "bool"),
@@ -209,10 +206,14 @@ _ZERO = (
     _R("legacy_stage1", False, "leave it out: stage 1 is one thing here", "bool"),
     _N("round_robin_gradients", False, f"ownership of gradients follows the flat layout: {_SAME}", "bool"),
     _N("parameter_alignment", False, f"flat buffers are aligned already: {_SAME}", "bool"),
-    _R("zero_hpz_partition_size", 1, "a second copy of the parameters per machine is not there yet: leave it out", "count",
-        _several),
-    *(_R(name, False, _QUANTIZED, "bool") for name in
-      ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")),
+    _H("zero_hpz_partition_size", 1, "stage 3: so many ranks are a node, which keeps a secondary shard of the parameters", "count",
+        "zero_hpz_partition_size"),
+    _H("zero_quantized_weights", False, "stage 3: parameters travel as int8 between ranks that do not share memory", "bool",
+        "zero_quantized_weights"),
+    _H("zero_quantized_gradients", False, "stage 3: gradients travel as int4 between ranks that do not share memory", "bool",
+        "zero_quantized_gradients"),
+    _R("zero_quantized_nontrainable_weights", False,
+       "frozen parameters rest in their dtype: set zero_quantized_weights, which sends them as int8 too", "bool"),
     _N("memory_efficient_linear", True, f"torch.nn.functional.linear is left alone: {_SAME}", "bool"),
     _N("pipeline_loading_checkpoint", False, "ranks read only what they keep, so they need not take turns", "bool"),
     _N("override_module_apply", True, "Module.apply under zero.Init sees whole parameters in any case", "bool"),
@@ -226,9 +227,11 @@ _ZERO = (
                                "classes gathered whole", "texts"),
     _H("leaf_module.names", (), "modules gathered whole, by name", "texts"),
     _H("leaf_module.name_suffixes", (), "modules gathered whole, by the end of their name", "texts"),
-    _R("mics_shard_size", -1, "leave it out, and pass a process group of that many ranks", on=_several),
-    _R("mics_hierarchical_params_gather", False, "leave it out"),
-    _R("zeropp_loco_param", None, "leave it out"),
+    _H("mics_shard_size", -1, "stage 3: states are sharded over groups of so many ranks, alike in all; -1: over all ranks",
+        "whole", "shard_size"),
+    _N("mics_hierarchical_params_gather", False, f"a choice of traffic inside of a group: {_SAME}", "bool"),
+    _H("zeropp_loco_param", None, "with zero_quantized_gradients: error feedback, of the whole error, and never reset: err_beta "
+       "and reset_T change nothing", "any", "zero_quantized_gradients"),
 )  # fmt: skip
 
 _PIN = "page-locked host memory where there is a GPU"

@@ -40,7 +40,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options["reduce_dtype"] = config.communication_data_type
     options["gradient_dtype"] = config.gradient_dtype
     if zero.stage == 3:
-        options |= _gathering(config)
+        options |= _gathering(config) | _between_nodes(config)
     for name, lowest in OFFLOAD_STAGES.items():
         section = getattr(zero, name)
         if _is_offloaded(section) and zero.stage >= lowest:
@@ -79,6 +79,20 @@ def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
         options["prefetch_bucket_size"] = zero.prefetch_bucket_size
     if zero.given & {"max_live_parameters", "max_reuse_distance"}:
         options["max_live_parameters"] = min(zero.max_live_parameters, zero.max_reuse_distance)
+    return options
+
+
+def _between_nodes(config: DeepSpeedConfig) -> dict[str, Any]:
+    """ZeRO++ and MiCS, in the numbers of bits of DeepSpeed's kernels."""
+    zero, options = config.zero_config, {}
+    if zero.zero_hpz_partition_size > 1:
+        options["zero_hpz_partition_size"] = zero.zero_hpz_partition_size
+    if zero.mics_shard_size > 0:
+        options["shard_size"] = zero.mics_shard_size
+    if zero.zero_quantized_weights:
+        options["zero_quantized_weights"] = "int8"
+    if zero.zero_quantized_gradients:
+        options["zero_quantized_gradients"] = {"codec": "int4", "error_feedback": zero.zeropp_loco_param is not None}
     return options
 
 
