@@ -282,7 +282,7 @@ def _path_of(folder: Path) -> str:
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
     """What the pointer names; None where there is none. A save that was killed leaves the one before on a second line."""
     try:
-        names = (root / pointer).read_text().split()
+        names = [line.strip() for line in (root / pointer).read_text().splitlines() if line.strip()]
     except (FileNotFoundError, NotADirectoryError):
         return None
     return next((name for name in names if (root / name).is_dir()), next(iter(names), None))
