@@ -191,6 +191,8 @@ class Checkpoints(WholeWeights):
             CheckpointNotFound: there is no such tag. ValueError: load_universal without `latest_universal`.
             CheckpointMismatch: it does not fit, or has no state of the scheduler. Others as zs.load.
         """
+        if not isinstance(load_dir, (str, os.PathLike)):
+            raise TypeError(f"load_checkpoint: load_dir: expected the folder that save_checkpoint was given, got {load_dir!r}.")
         runtime = runtime_of(self.module)
         loading.await_save(runtime)
         folder = self._tag_folder(Path(load_dir), tag)

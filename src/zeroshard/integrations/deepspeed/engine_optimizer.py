@@ -57,6 +57,15 @@ class EngineOptimizer(OptimizerViews):
         """loss.backward(): the loss scale is put on gradients as they enter the model."""
         loss.backward(retain_graph=retain_graph)
 
+    def get_lr(self) -> float:
+        """Of the first group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        """Of all groups."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 

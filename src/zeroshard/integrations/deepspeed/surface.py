@@ -116,6 +116,8 @@ _TABLE = {
         "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
+    "runtime.torch_autocast":
+        "autocast: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
     "runtime.utils":
         "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
         "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
@@ -181,6 +183,7 @@ _TABLE = {
         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
         "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
         "safe_set_local_optimizer_state safe_update_full_grad_vectorized",
+    "utils.timer": "timers: SynchronizedWallClockTimer ThroughputTimer",
     "utils.torch": "utilities: required_torch_version",
     "utils.z3_leaf_module":
         "leaf_modules: apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
