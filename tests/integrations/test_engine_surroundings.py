@@ -200,6 +200,25 @@ def test_what_an_engine_says_of_itself():
     assert other.client_optimizer is None and other.optimizer_name() == "adamw" and other.get_mom() == [(0.9, 0.999)]
 
 
+@pytest.mark.parametrize("name", [
+    "runtime.zero.offload_states.get_state_devices", "runtime.fp16.loss_scaler.LossScaler", "runtime.utils.clip_grad_norm_",
+    "checkpoint.DeepSpeedCheckpoint", "ops.muon.MuonWithAuxAdam", "runtime.comm.coalesced_collectives.reduce_scatter_coalesced",
+    "env_report.main", "moe.mappings.gather_tokens", "utils.tensor_fragment.fragment_address",
+])  # fmt: skip
+def test_names_that_are_absent_say_what_to_use(name):
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(ImportError) as error:
+        exec(f"from zeroshard.deepspeed.{module} import {attribute}")
+    assert "zeroshard.deepspeed has no" in str(error.value) and "See docs" not in str(error.value)
+
+
+def test_insides_of_an_optimizer_say_what_to_use():
+    shown = start(stage=1)[1]
+    for name in ("parallel_partitioned_bit16_groups", "nccl_start_alignment_factor"):
+        with pytest.raises(AttributeError, match=rf"engine.optimizer.{name} .*use zs\.value_of\(param\)\.local"):
+            getattr(shown, name)
+
+
 def test_a_model_that_is_not_saved_says_why(caplog, tmp_path):
     engine = start()[0]
     deepspeed.logger.addHandler(caplog.handler)

@@ -259,6 +259,9 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._hold(False)
         runtime_of(self.module).flush()
 
+    def _flush_coalesced_reduction_zero3(self, optimizer: Any = None) -> None:
+        self.allreduce_gradients()
+
     # -- step ----------------------------------------------------------------------------------------------------
 
     @_one_thread
