@@ -201,7 +201,8 @@ def test_a_name_is_any_component_of_a_path(name, tmp_path):
 
 @pytest.mark.parametrize("given, words", [
     ({"name": "../up"}, "name: expected one component"), ({"name": "latest"}, "name: expected one"), ({"name": ".hidden"}, "name"),
-    ({"name": ".."}, "name"), ({"name": "a\nb"}, "name"), ({"name": "a\\b"}, "name"), ({"name": " a"}, "name"), ({"name": "a" * 250}, "name"),
+    ({"name": ".."}, "name"), ({"name": "a\nb"}, "name"), ({"name": "a\\b"}, "name"), ({"name": " a"}, "name"),
+    ({"name": "a" * 250}, "name"),
     ({"name": ""}, "name"), ({"step": -1}, "step: expected an integer"), ({"step": 1.5}, "step"), ({"keep_last": 0}, "keep_last"),
     ({"keep_every": 2}, "without keep_last"), ({"extra": {"a/b": 1}}, "extra: expected names"),
     ({"extra": {"m": lambda: 1}}, r"extra\['m'\] can not be saved"), ({"step": True}, "step"), ({"name": 5}, "got 5"),

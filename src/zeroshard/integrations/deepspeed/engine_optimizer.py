@@ -36,7 +36,8 @@ class EngineOptimizer(OptimizerViews):
         if name == "optimizer":
             raise AttributeError(name)
         if name in _INSTEAD:
-            raise AttributeError(f"engine.optimizer.{name} is of DeepSpeed's buffers, which are laid out otherwise here: use {_INSTEAD[name]}.")
+            told = f"engine.optimizer.{name} is of DeepSpeed's buffers, which are laid out otherwise here"
+            raise AttributeError(f"{told}: use {_INSTEAD[name]}.")
         return getattr(self.optimizer, name)
 
     @property
