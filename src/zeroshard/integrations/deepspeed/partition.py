@@ -174,11 +174,12 @@ class Init:
                 self._open.enter_context(_seed_of_rank_0(self._comm))
             self._resume()
             _inits().append(self)
-            _gathering_apply()
+            _gather_in_apply(1)
 
     def __exit__(self, *failure: Any) -> None:
         if self._open is not None:
             _inits().remove(self)
+            _gather_in_apply(-1)
             self._suspend()
             self._open.close()
             self._open = None
@@ -201,22 +202,19 @@ def _inits() -> list[Init]:
 
 
 _open_inits = threading.local()
-_plain_apply: Callable | None = None  # torch's, once it has been replaced
+_plain_apply = nn.Module.apply
+_apply_lock, _applying = threading.Lock(), 0  # how many contexts are open, in all threads
 
 
-def _gathering_apply() -> None:
-    """Let nn.Module.apply gather, in threads where an `Init` is open; elsewhere it is torch's."""
-    global _plain_apply
+def _gather_in_apply(opened: int) -> None:
+    """While an `Init` is open (opened: 1, or -1 at its end) nn.Module.apply gathers, in its thread; then torch's is back."""
+    global _applying
     with _apply_lock:
-        if _plain_apply is None:
-            _plain_apply, nn.Module.apply = nn.Module.apply, _apply  # type: ignore[method-assign]
-
-
-_apply_lock = threading.Lock()
+        _applying += opened
+        nn.Module.apply = _apply if _applying else _plain_apply  # type: ignore[method-assign]
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
-    assert _plain_apply is not None
     if not _inits() or isinstance(fn, _OnWhole):
         return _plain_apply(self, fn)
     return _plain_apply(self, _OnWhole(fn))
