@@ -184,8 +184,25 @@ def test_names_steps_and_what_exists_already(tmp_path):
     zs.close(model)
 
 
+@pytest.mark.parametrize("name", ["epoch=3", "_last", "val loss 0.5", "[1], (2) & 3", "été", "-x"])
+def test_a_name_is_any_component_of_a_path(name, tmp_path):
+    model, optimizer = alone()
+    train(model, optimizer, 0, BATCHES[:1])
+    before = snapshot(model, optimizer)
+    for step in (1, 2):  # a second one replaces the first
+        zs.save(tmp_path, model, optimizer, name=name, step=step, overwrite=True)
+    assert names(tmp_path) == sorted([name, "latest"]) and (tmp_path / "latest").read_text() == f"{name}\n"
+    train(model, optimizer, 0, BATCHES[1:2])
+    assert zs.load(tmp_path, model, optimizer).step == 2
+    assert_equal(snapshot(model, optimizer), before)
+    assert zs.load(tmp_path, model, optimizer, name=name).path == tmp_path / name
+    zs.close(model)
+
+
 @pytest.mark.parametrize("given, words", [
-    ({"name": "../up"}, "name: expected letters"), ({"name": "latest"}, "name: expected letters"), ({"name": ".hidden"}, "name"),
+    ({"name": "../up"}, "name: expected one component"), ({"name": "latest"}, "name: expected one"), ({"name": ".hidden"}, "name"),
+    ({"name": ".."}, "name"), ({"name": "a\nb"}, "name"), ({"name": "a\\b"}, "name"), ({"name": " a"}, "name"),
+    ({"name": "a" * 250}, "name"),
     ({"name": ""}, "name"), ({"step": -1}, "step: expected an integer"), ({"step": 1.5}, "step"), ({"keep_last": 0}, "keep_last"),
     ({"keep_every": 2}, "without keep_last"), ({"extra": {"a/b": 1}}, "extra: expected names"),
     ({"extra": {"m": lambda: 1}}, r"extra\['m'\] can not be saved"), ({"step": True}, "step"), ({"name": 5}, "got 5"),

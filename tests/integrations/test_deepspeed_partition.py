@@ -149,6 +149,46 @@ def test_ranks_with_other_seeds_get_what_rank_0_draws():
 # -- GatheredParameters --------------------------------------------------------------------------------------------
 
 
+def test_apply_inside_of_init_sees_whole_parameters_and_rank_0_counts():
+    def run(rank):
+        def write(module):
+            if isinstance(module, nn.Linear):
+                assert module.weight.t().shape == (module.in_features, module.out_features)  # no slice has that
+                module.weight.data.copy_(torch.eye(*module.weight.shape) * (rank + 1))
+
+        class Applies(nn.Sequential):
+            def __init__(self, *layers):
+                super().__init__(*layers)
+                self.apply(write)
+
+        with Init(config_dict_or_path=STAGE3):
+            model = Applies(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6)))
+            with GatheredParameters([model[0].weight], modifier_rank=0):
+                model.apply(write)  # what is gathered already stays so
+                assert model[0].weight[0, 0] == rank + 1
+        seen = []
+        model.apply(lambda module: seen.append(partition.is_zero_param(getattr(module, "weight", None))))
+        assert seen == [True, True, False, False]  # at rest again, and torch's apply outside
+        with GatheredParameters(model.parameters()):
+            return [layer.weight.detach().clone() for layer in (model[0], model[1][0])]
+
+    for weights in run_threads(2, run):
+        for weight in weights:
+            assert torch.equal(weight, torch.eye(*weight.shape))
+
+
+def test_modules_of_skip_init_are_whole_until_they_are_sharded():
+    def run(rank):
+        with Init(config_dict_or_path=STAGE3):
+            model = nn.Sequential(nn.utils.skip_init(nn.Linear, 6, 2), nn.Linear(2, 2))
+            nn.init.constant_(model[0].weight, rank + 1.0)
+            nn.init.constant_(model[0].bias, 0.0)
+        zs.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+        return zs.full_state_dict(model)["0.weight"]
+
+    assert all(torch.equal(weight, torch.ones(2, 6)) for weight in run_threads(2, run))
+
+
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_what_one_rank_writes(stage):
     """None: between Init and initialize. Below stage 3 there is nothing to gather, and nothing happens."""

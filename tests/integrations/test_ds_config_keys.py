@@ -153,6 +153,7 @@ MOVED = {  # keys whose value is found elsewhere
     "optimizer.type": "optimizer_name", "scheduler.type": "scheduler_name",
         "checkpoint.tag_validation": "checkpoint_tag_validation_fail", "checkpoint.load_universal": "load_universal_checkpoint",
         "checkpoint.writer.decoupled": "checkpoint_writer_decoupled",
+        "timers.throughput.enabled": "timers_config.enabled",
     "zero_optimization.cpu_offload": "zero_config.offload_optimizer",
     "zero_optimization.cpu_offload_param": "zero_config.offload_param",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_config.gather_16bit_weights_on_model_save",

@@ -51,6 +51,39 @@ def _adafactor(model):
     return torch.optim.Adafactor(model.parameters(), lr=0.02)
 
 
+class Rows(torch.optim.Optimizer):
+    """Factored as Transformers' Adafactor is: states of rows and columns have one dimension, as slices do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state, square = self.state[param], param.grad.square() + 1e-8
+                if not state:
+                    names = ("rows", "columns") if param.dim() == 2 else ("squares",)
+                    state.update(step=0, rms=0, **{name: square.mean(1 - i) * 0 for i, name in enumerate(names) if len(names) == 2})
+                    if len(names) == 1:
+                        state["squares"] = torch.zeros_like(param)
+                state["step"], state["rms"] = state["step"] + 1, param.norm() / param.numel() ** 0.5
+                if param.dim() == 2:
+                    state["rows"].lerp_(square.mean(1), 0.5)
+                    state["columns"].lerp_(square.mean(0), 0.5)
+                    scale = torch.outer(state["rows"] / state["rows"].mean(), state["columns"])
+                else:
+                    scale = state["squares"].lerp_(square, 0.5)
+                param.add_(param.grad / scale.sqrt(), alpha=-group["lr"] / state["step"] ** 0.5)
+
+
+zs.whole_matrix(Rows)
+
+
+def _rows(model):
+    return Rows(model.parameters(), lr=0.01)
+
+
 def _muon(model):
     hidden = [p for name, p in model.named_parameters() if name.startswith("blocks") and p.dim() == 2]
     others = [p for p in model.parameters() if not any(p is other for other in hidden)]
@@ -58,7 +91,7 @@ def _muon(model):
     return zs.Muon(groups)
 
 
-MAKERS = {"trust": _trust, "adafactor": _adafactor, "muon": _muon}
+MAKERS = {"trust": _trust, "adafactor": _adafactor, "rows": _rows, "muon": _muon}
 
 
 def _reference(name, world, steps=4):
@@ -223,15 +256,41 @@ def test_what_is_refused():
     with pytest.raises(zs.ConfigError, match="expected a class"):
         zs.whole_matrix(3)
 
-    class Vectors(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for param in self.param_groups[0]["params"]:
-                self.state[param]["rows"] = param.grad.new_zeros(param.shape[0] + 1)
 
-    zs.whole_matrix(Vectors)
-    linear = torch.nn.Linear(4, 3)
-    linear, optimizer = zs.shard(linear, Vectors(linear.parameters()), stage=3)
-    linear(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(zs.ConfigError, match="its state 'rows' of weight"):
-        optimizer.step()
+def test_states_of_rows_are_no_slices():
+    """With as many rows as this rank's slice has elements."""
+
+    def train(model, optimizer, ranks):
+        for step in range(3):
+            sum(model(torch.full((2, 2), 1.0 + rank + step)).square().sum() for rank in ranks).div(2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def linear():
+        torch.manual_seed(5)
+        return torch.nn.Linear(2, 32, bias=False)
+
+    expected = linear()
+    alone = Rows(expected.parameters(), lr=0.01)
+    train(expected, alone, range(2))
+    models = [linear(), linear()]
+
+    def rank_main(rank):
+        model, optimizer = zs.shard(models[rank], Rows(models[rank].parameters(), lr=0.01), stage=3)
+        assert optimizer.core.runs[0][0].numel == 32
+        train(model, optimizer, [rank] * 2)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.state[model.weight]["rows"].shape == (32,)
+        return zs.full_state_dict(model)["weight"], zs.full_optimizer_state(model)["weight"]
+
+    for weight, state in run_threads(2, rank_main):
+        torch.testing.assert_close(weight, expected.weight.detach())
+        _check(state, alone.state[expected.weight])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{"lr": 0.01, "scale_parameter": False, "relative_step": False}, {"beta1": 0.9, "weight_decay": 0.1}])
+def test_adafactor_of_transformers(options, stage, monkeypatch):
+    found = pytest.importorskip("transformers.optimization").Adafactor
+    monkeypatch.setitem(MAKERS, "of transformers", lambda model: found(model.parameters(), **options))
+    run_threads(2, _equal, "of transformers", _reference("of transformers", 2), {"stage": stage})

@@ -32,7 +32,8 @@ from ..errors import CheckpointError, CheckpointIncomplete, CheckpointNotFound, 
 from ..utils.host import host_identity
 
 MANIFEST, LATEST, LOCK = "manifest.json", "latest", "lock"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME_NBYTES = 220  # the systems' bound of 255, less what drafts and scratch files put around a name
 _OLD = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{6}\.old")
 _DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.draft")  # nothing else here ends so: exports and other scratch files end in .tmp
 _EARLIER_DRAFT = re.compile(r"\..+\.[0-9a-f]{6}\.tmp")  # as they were called before; only what has a lock is one
@@ -53,9 +54,16 @@ def _by_step(name: str) -> bool:
     return bool(re.fullmatch(r"step-\d{8,}", name))
 
 
+def plain_name(name: str) -> bool:
+    """Whether a name has nothing but letters, digits, '.', '_' and '-', and can be that of a file beside ours."""
+    return isinstance(name, str) and bool(_PLAIN.fullmatch(name)) and valid_name(name)
+
+
 def valid_name(name: str) -> bool:
-    """Whether a name can be that of a checkpoint."""
-    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and name != LATEST and not name.endswith(".tmp")
+    """Whether a name can be that of a checkpoint: one component of a path and one line of `latest`, and not of ours."""
+    if not isinstance(name, str) or not name or name == LATEST or name.startswith(".") or name.endswith(".tmp"):
+        return False
+    return not set("/\\") & set(name) and name.isprintable() and name == name.strip() and len(name.encode()) <= _NAME_NBYTES
 
 
 def absolute(path: str | os.PathLike) -> str:
@@ -413,9 +421,10 @@ def _bytes_of(path: Path) -> bytes | None:
 def _names_in_latest(root: Path) -> list[str]:
     """The one saved last, and while that gets its name the one before; [] where nothing can be read there."""
     try:
-        return (root / LATEST).read_bytes().decode(errors="replace").split()
+        lines = (root / LATEST).read_bytes().decode(errors="replace").splitlines()
     except OSError:
         return []
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _pointed(root: Path, present: Mapping[str, Path]) -> str:

@@ -157,7 +157,8 @@ def _plan(
         raise ConfigError("zs.save: keep_every: without keep_last nothing is ever removed; give both.")
     name = places.step_name(step) if name is None else name
     if not places.valid_name(name):
-        raise ConfigError(f"zs.save: name: expected letters, digits, '.', '_' and '-', got {name!r}.")
+        expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
+        raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
     some_frozen = any(not group.trainable for group in runtime.groups) and any(g.trainable for g in runtime.groups)
     trained_only = some_frozen if trained_only is None else trained_only and some_frozen
     root = places.absolute(path)
@@ -166,7 +167,7 @@ def _plan(
 
 def _check_files(files: dict[str, bytes]) -> None:
     for name in files:
-        if not places.valid_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
+        if not places.plain_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
             raise ConfigError(f"zs.save: files: {name!r} is not a name that can be given here.")
 
 

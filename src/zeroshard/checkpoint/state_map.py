@@ -197,7 +197,7 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> No
                     continue
                 contents.scalars.add(key)
                 if first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
-                    _add_scalar(contents, runtime, named[0], key, value)
+                    _add_scalar(contents, runtime, named[0], key, run.shown(value))
 
 
 def _add_scalar(contents: Contents, runtime: Runtime, name: str, key: str, value: Any) -> None:

@@ -82,7 +82,7 @@ def check_named(extra: Any, verb: str) -> None:
     if not isinstance(extra, Mapping):
         raise ConfigError(f'{verb}: extra: expected a dictionary, as {{"scheduler": scheduler}}, got {extra!r:.80}.')
     for name in extra:
-        if not isinstance(name, str) or not places.valid_name(name):
+        if not isinstance(name, str) or not places.plain_name(name):
             raise ConfigError(f"{verb}: extra: expected names of letters, digits, '.', '_' and '-', got {name!r}.")
 
 

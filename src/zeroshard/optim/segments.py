@@ -8,6 +8,7 @@ its run is split at that moment, with the optimizer's state split along.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,16 @@ from ..offload.storage import Tiers
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
 
+_NO_SLICE = (1,) * 7  # more dimensions than any parameter has
+
 
 @dataclass(eq=False)
 class Run:
     """Elements [start, stop) of the stepped buffer of `group`: the parameters `indices`, in layout order.
 
-    whole: it is one parameter, which is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the leaf that the inner optimizer steps (values or masters, sharing memory); None
-    where the states are offloaded and the host steps the run.
+    whole: it is one parameter, which is stepped as a whole (optim/whole_matrix.py). states: its optimizer states. tensor: the
+    leaf that the inner optimizer steps (values or masters, sharing memory); None where the states are offloaded and the host
+    steps the run.
     """
 
     group: ParamGroup
@@ -46,6 +50,15 @@ class Run:
     def holds(self, value: object) -> bool:
         """True for a state with one value an element, False for a scalar."""
         return isinstance(value, Tensor) and value.dim() == 1 and value.numel() == self.numel
+
+    def rested(self, value: Any) -> Any:
+        """A state that is not cut, as it rests. Of a whole parameter one of rows (n,) gets dimensions of 1: n may be a slice's numel."""
+        return value.view(*_NO_SLICE, -1) if self.whole and isinstance(value, Tensor) and value.dim() == 1 else value
+
+    def shown(self, value: Any) -> Any:
+        """It again, as the optimizer's class has it."""
+        rested = isinstance(value, Tensor) and value.dim() > len(_NO_SLICE) and tuple(value.shape[:-1]) == _NO_SLICE
+        return value.view(-1) if self.whole and rested else value
 
 
 class RunMaker:

@@ -175,7 +175,7 @@ def scalars_for(run: Run, options: Mapping[str, Any], saved: SavedState) -> dict
     but for fused and capturable optimizers, whose kernels would take a pointer of the host for one of their own.
     """
     on_device = run.tensor is not None and bool(options.get("fused") or options.get("capturable"))
-    found = dict(saved.scalars)
+    found = {key: run.rested(value) for key, value in saved.scalars.items()}
     for key, value in found.items():
         if isinstance(value, Tensor):
             to_device = run.tensor is not None and (on_device or key != "step")

@@ -164,7 +164,7 @@ def _view(core: Core, run: Run, index: int, value: Any, whole: type[Tensor]) -> 
     if isinstance(value, Rest):
         return StateHome(run.group.homes[index], value).tensor()
     if not run.holds(value):
-        return value
+        return run.shown(value)
     home, slot = run.group.homes[index], run.group.layout.slots[index]
     start, _ = run.group.masters.range(index)
     if core.replicated:

@@ -36,6 +36,7 @@ _CHUNK_NBYTES = 4 << 20  # of one rank's staging buffer
 
 Where = Callable[[Tensor, Mapping[str, Any]], bool]
 _DECLARED: dict[type, Where] = {}
+_BY_NAME = {"transformers.optimization.Adafactor"}  # of packages that are not imported for it; all of their parameters
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
@@ -46,7 +47,7 @@ def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where
             gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
         where: (parameter, options of its group) -> whether that one is stepped whole; the others are elementwise. None: all.
 
-    torch.optim.Muon and torch.optim.Adafactor are declared. States of one dimension must be of the parameter's shape, as torch's are.
+    torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared.
     """
     if cls is None:
         return lambda given: whole_matrix(given, where=where)
@@ -63,7 +64,12 @@ for _name in ("Muon", "Adafactor"):
 
 def declared(optimizer: torch.optim.Optimizer) -> Where | None:
     """What was said of its class, or of one that it is derived from."""
-    return next((_DECLARED[cls] for cls in type(optimizer).__mro__ if cls in _DECLARED), None)
+    for cls in type(optimizer).__mro__:
+        if cls in _DECLARED:
+            return _DECLARED[cls]
+        if f"{cls.__module__}.{cls.__qualname__}" in _BY_NAME:
+            return lambda param, options: True
+    return None
 
 
 def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -142,18 +148,14 @@ class WholeStepper:
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
         state = {key: value.view(job.shape) for key, value in states.items()}
-        state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in job.others.items()}
+        others = {key: job.run.shown(value) for key, value in job.others.items()}
+        state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
         self.inner.param_groups = [{**job.options, "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
         after = self.inner.state[leaf]
         self.inner.state, self.inner.param_groups = defaultdict(dict), []
-        for key, value in after.items():
-            if isinstance(value, Tensor) and value.dim() == 1 and tuple(value.shape) != job.shape:
-                raise ConfigError(
-                    f"{type(self.inner).__name__}: its state {key!r} of {job.group.specs[job.index].name} has shape {tuple(value.shape)}: "
-                    "expected the parameter's, or two dimensions (n, 1), which is not taken for a slice."
-                )
+        after = {key: value if _is_state(value, job.shape) else job.run.rested(value) for key, value in after.items()}
         return leaf.detach(), after
 
     # -- replicated ----------------------------------------------------------------------------------------------

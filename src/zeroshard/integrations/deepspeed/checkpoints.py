@@ -191,6 +191,8 @@ class Checkpoints(WholeWeights):
             CheckpointNotFound: there is no such tag. ValueError: load_universal without `latest_universal`.
             CheckpointMismatch: it does not fit, or has no state of the scheduler. Others as zs.load.
         """
+        if not isinstance(load_dir, (str, os.PathLike)):
+            raise TypeError(f"load_checkpoint: load_dir: expected the folder that save_checkpoint was given, got {load_dir!r}.")
         runtime = runtime_of(self.module)
         loading.await_save(runtime)
         folder = self._tag_folder(Path(load_dir), tag)
@@ -282,7 +284,7 @@ def _path_of(folder: Path) -> str:
 def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
     """What the pointer names; None where there is none. A save that was killed leaves the one before on a second line."""
     try:
-        names = (root / pointer).read_text().split()
+        names = [line.strip() for line in (root / pointer).read_text().splitlines() if line.strip()]
     except (FileNotFoundError, NotADirectoryError):
         return None
     return next((name for name in names if (root / name).is_dir()), next(iter(names), None))

@@ -323,8 +323,10 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         _H("project", "deepspeed", "of wandb.init", "text"),
     ),
     "timers": (_H("throughput", None, "below"),),
-    "timers.throughput": tuple(
-        _N(name, True, "throughput is not printed: see zs.report", "bool") for name in ("enabled", "synchronized")),
+    "timers.throughput": (
+        _H("enabled", True, "engine.tput_timer measures samples a second, and logs them every steps_per_print", "bool"),
+        _N("synchronized", True, "engine.tput_timer reads clocks without waiting for the device: averages are the same", "bool"),
+    ),
     "comms_logger": (
         _N("enabled", False, "zs.report(model) gives bytes and calls", "bool"),
         _N("prof_all", True, "of comms_logger", "bool"),

@@ -29,6 +29,8 @@ class DeepSpeedDataLoader:
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
+        self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
+        self.data: Iterator[Any] | None = None  # of the pass that is under way
         self._epoch = 0
         self.dataloader = DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
@@ -39,7 +41,19 @@ class DeepSpeedDataLoader:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self._epoch)
             self._epoch += 1
-        return iter(self.dataloader)
+        self.data = iter(self.dataloader)
+        return self.data
+
+    def __next__(self) -> Any:
+        """The next micro-batch of the pass that is under way; without one it begins. StopIteration at its end."""
+        if self.data is None:
+            iter(self)
+        assert self.data is not None
+        try:
+            return next(self.data)
+        except StopIteration:
+            self.data = None
+            raise
 
     def __len__(self) -> int:
         return len(self.dataloader)

@@ -66,7 +66,9 @@ def _passed_on(path: str, name: str) -> Any:
 
 
 def _missing(path: str, kind: type[Exception]) -> Exception:
-    remedy = next((INSTEAD[key] for key in (path, path.rpartition(".")[2], path.partition(".")[0]) if key in INSTEAD), None)
+    parts = path.split(".")
+    keys = (path, parts[-1], *(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)))
+    remedy = next((INSTEAD[key] for key in keys if key in INSTEAD), None)
     return kind(f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/ecosystem.md for what it has.'}")
 
 

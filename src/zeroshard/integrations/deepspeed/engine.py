@@ -10,9 +10,12 @@ reduce each backward, as DeepSpeed does. Loss scaling, clipping and overflow are
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,16 +27,36 @@ from ...optim.offload_states import offload_states, reload_states
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
+from .autocast import autocast_if_enabled
 from .checkpoints import Checkpoints
 from .engine_optimizer import wrap
 from .engine_settings import Settings
 from .logs import logger
+from .timers import SynchronizedWallClockTimer, ThroughputTimer
 
 _scaled: set[int] = set()  # the graph tasks of backwards that an engine scaled already
 
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1 and value.grad_fn is not None
+
+
+def _one_thread(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Raise where another thread is inside of the engine: its ranks would meet in another order, and gradients would mix."""
+
+    @functools.wraps(method)
+    def call(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        if not self._turn.acquire(blocking=False):
+            raise ZeroshardError(
+                f"engine.{method.__name__}: another thread is inside of this engine. Train from one thread, or hold a lock around "
+                "forward, backward and step."
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._turn.release()
+
+    return call
 
 
 class _UnscaledGradient(torch.autograd.Function):
@@ -75,6 +98,13 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last step
         self._loss: Any = 0.0  # sum over these of what backward() returned, for the monitor
+        self._turn = threading.RLock()
+        self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
+        self.param_names = {param: name for name, param in module.named_parameters()}
+        self.mp_world_size, self.has_moe_layers = 1, False
+        self.timers = SynchronizedWallClockTimer()
+        timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
+        self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
 
@@ -89,21 +119,20 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
+    @_one_thread
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module.training:
+            self.tput_timer.start()
         self._hold(self._sums_locally())
         if self.fp16_auto_cast():
             args, kwargs = map_tensors(_half, (args, kwargs))
-        with self._autocast():
+        with autocast_if_enabled(self):
             output = self.module(*args, **kwargs)
         if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._scale_unless_scaled)
         return output
-
-    def _autocast(self) -> contextlib.AbstractContextManager:
-        dtype = self._config.torch_autocast_dtype if self._config.torch_autocast_enabled else None
-        return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def _gradient_factor(self) -> float:
         """Of gradients of `loss.backward()`, without the engine: a mean over micro-batches; over ranks a mean or a sum."""
@@ -126,6 +155,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         factor = self._loss_scale()
         return loss if factor == 1.0 else _UnscaledGradient.apply(loss, factor)
 
+    @_one_thread
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of loss / gradient_accumulation_steps (scale_wrt_gas=False: of loss), which is returned."""
         assert self.optimizer is not None, "must provide optimizer during init in order to use backward"
@@ -229,8 +259,12 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._hold(False)
         runtime_of(self.module).flush()
 
+    def _flush_coalesced_reduction_zero3(self, optimizer: Any = None) -> None:
+        self.allreduce_gradients()
+
     # -- step ----------------------------------------------------------------------------------------------------
 
+    @_one_thread
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary: optimizer step, gradients dropped, scheduler step. Else: count the micro-step."""
         assert not self.inside_no_sync_ctxt, "It is illegal to call Engine.step() inside no_sync context manager"
@@ -238,10 +272,12 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._step_applied = False
         self._running_engine_step = True
         try:
-            if self.is_gradient_accumulation_boundary():
+            boundary = self.is_gradient_accumulation_boundary()
+            if boundary:
                 self._take_model_step(lr_kwargs or {})
         finally:
             self._running_engine_step = False
+        self.tput_timer.stop(global_step=boundary, report_speed=not self.global_rank)
         self.micro_steps += 1
 
     def _take_model_step(self, lr_kwargs: dict[str, Any]) -> None:

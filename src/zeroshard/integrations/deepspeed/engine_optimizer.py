@@ -13,6 +13,16 @@ from .cpu_optimizers import FusedAdam
 from .optimizer_views import OptimizerViews
 from .parameter_offload import ParameterOffload
 
+_INSTEAD = {
+    **dict.fromkeys(
+        ("parallel_partitioned_bit16_groups", "fp16_partitioned_groups", "fp16_partitioned_groups_flat", "bit16_groups_flat"),
+        "zs.value_of(param).local(), or deepspeed.utils.safe_get_local_fp32_param",
+    ),
+    **dict.fromkeys(("grad_partitions_flat_buffer", "averaged_gradients_flat"), "zs.gradient_of(param).local()"),
+    "nccl_start_alignment_factor": "zs.value_of(param).local(): what a rank holds begins at multiples of 32 elements",
+    "get_hp_param_device": "zs.report(model), which tells where states rest",
+}  # fmt: skip
+
 
 class EngineOptimizer(OptimizerViews):
     """Around a sharded optimizer, which is `.optimizer`. Attributes that it lacks are that one's."""
@@ -25,6 +35,9 @@ class EngineOptimizer(OptimizerViews):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
             raise AttributeError(name)
+        if name in _INSTEAD:
+            told = f"engine.optimizer.{name} is of DeepSpeed's buffers, which are laid out otherwise here"
+            raise AttributeError(f"{told}: use {_INSTEAD[name]}.")
         return getattr(self.optimizer, name)
 
     @property
@@ -56,6 +69,15 @@ class EngineOptimizer(OptimizerViews):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """loss.backward(): the loss scale is put on gradients as they enter the model."""
         loss.backward(retain_graph=retain_graph)
+
+    def get_lr(self) -> float:
+        """Of the first group."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def set_lr(self, lr: float) -> None:
+        """Of all groups."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
         return self.optimizer.state_dict()

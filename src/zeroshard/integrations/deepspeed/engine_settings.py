@@ -11,7 +11,7 @@ import torch
 _QUESTIONS = {  # method -> where the answer is in the configuration
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
-        "optimizer_name", "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
+        "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
         "gradient_predivide_factor", "dump_state", "memory_breakdown", "wall_clock_breakdown", "dataloader_drop_last",
         "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "load_universal_checkpoint",
         "use_node_local_storage", "torch_autocast_enabled", "torch_autocast_dtype", "zero_allow_untested_optimizer",
@@ -95,7 +95,19 @@ class Settings:
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        return self._of_groups("momentum" if self._config.optimizer_name in ("sgd", "rmsprop") else "betas")
+        """Of each group its momentum, or its betas."""
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
+
+    def optimizer_name(self) -> str | None:
+        """Of the class that was given; else the configuration's."""
+        return self._config.optimizer_name if self.client_optimizer is None else self._client_name  # type: ignore[attr-defined]
+
+    def postscale_gradients(self) -> bool:
+        return not self._config.prescale_gradients
+
+    def get_sequence_parallel_group(self) -> None:
+        return None
 
     def get_type(self) -> list[Any]:
         return self._of_groups("type")
@@ -105,6 +117,13 @@ class Settings:
         return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
 
 
+_ABSENT = (  # what is never on here: the configuration's keys of it are refused
+    "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy", "data_efficiency_enabled",
+    "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled", "flops_profiler_enabled",
+    "is_deepcompile_enabled", "is_deepcompile_active",
+)  # fmt: skip
+
+
 def _question(path: str) -> Callable[[Any], Any]:
     read = attrgetter(path)
     return lambda self: read(self._config)
@@ -112,3 +131,5 @@ def _question(path: str) -> Callable[[Any], Any]:
 
 for _name, _path in _QUESTIONS.items():
     setattr(Settings, _name, _question(_path))
+for _name in _ABSENT:
+    setattr(Settings, _name, lambda self: False)

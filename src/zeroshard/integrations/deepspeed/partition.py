@@ -97,7 +97,8 @@ class Init:
     dtype: of floating-point parameters; None: fp16, bf16 or fp32 as the configuration says, and without one fp16 (bf16 where the
     device has no fp16), as in DeepSpeed. remote_device: "cpu" and "nvme" let parameters be born on the host, else they are on the
     accelerator. With a configuration whose stage is not 3 nothing is partitioned, and that is noted. Ranks with other seeds
-    get the values that rank 0 draws. Torch's constructors are left alone.
+    get the values that rank 0 draws, and what `module.apply(function)` writes inside: the function sees each module's own
+    parameters whole, and rank 0's count. Torch's constructors are left alone.
 
     Raises ValueError or RuntimeError for what contradicts itself, before anything changes.
     """
@@ -173,10 +174,12 @@ class Init:
                 self._open.enter_context(_seed_of_rank_0(self._comm))
             self._resume()
             _inits().append(self)
+            _gather_in_apply(1)
 
     def __exit__(self, *failure: Any) -> None:
         if self._open is not None:
             _inits().remove(self)
+            _gather_in_apply(-1)
             self._suspend()
             self._open.close()
             self._open = None
@@ -199,6 +202,34 @@ def _inits() -> list[Init]:
 
 
 _open_inits = threading.local()
+_plain_apply = nn.Module.apply
+_apply_lock, _applying = threading.Lock(), 0  # how many contexts are open, in all threads
+
+
+def _gather_in_apply(opened: int) -> None:
+    """While an `Init` is open (opened: 1, or -1 at its end) nn.Module.apply gathers, in its thread; then torch's is back."""
+    global _applying
+    with _apply_lock:
+        _applying += opened
+        nn.Module.apply = _apply if _applying else _plain_apply  # type: ignore[method-assign]
+
+
+def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
+    if not _inits() or isinstance(fn, _OnWhole):
+        return _plain_apply(self, fn)
+    return _plain_apply(self, _OnWhole(fn))
+
+
+class _OnWhole:
+    """A function of a module, called with its own parameters gathered; rank 0's writes count."""
+
+    def __init__(self, fn: Callable[[nn.Module], Any]) -> None:
+        self.fn = fn
+
+    def __call__(self, module: nn.Module) -> None:
+        at_rest = [param for param in module.parameters(recurse=False) if not is_gathered(param)]
+        with GatheredParameters(at_rest, modifier_rank=0):
+            self.fn(module)
 
 
 def check_writes(on: bool) -> None:

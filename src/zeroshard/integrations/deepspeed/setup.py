@@ -6,17 +6,18 @@ import argparse
 import gc
 import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ... import api
 from ...comm import backend_select
+from ...comm.base import Comm
 from ...comm.codec import exchange_values
-from ...zero.runtime import runtime_of
+from ...comm.process_group import talking_device
+from ...config import Config
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
@@ -27,6 +28,8 @@ from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
+
+T = TypeVar("T")
 
 
 def initialize(
@@ -81,32 +84,21 @@ def _initialize(
     args: Any, model: nn.Module, optimizer: Any, model_parameters: Any, training_data: Any, lr_scheduler: Any, mpu: Any,
     collate_fn: Callable | None, given: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
+    client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
-    config = DeepSpeedConfig(given, mpu, world_size=_world_size(group))
-    assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
-        "lr_scheduler: a scheduler steps the optimizer that it was made of: pass that one as optimizer=, or a callable as lr_scheduler="
-    )
     device, local_rank = _device(args)
+    comm = backend_select.current(group, talking_device(device), Config().stall_timeout_s)
+    config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
+    _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
         partition.detach(model)
         api.close(model)
-    leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
-    cast_buffers(config, model)
-    cast_parameters(config, model)
-    _move(model, device)
-    activation.apply_config(model, config, mpu)
-    mark_for_muon(config, model)
-    basic = _basic_optimizer(model, optimizer, model_parameters, config)
-    options = shard_options(config)
-    if basic is None:
-        options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
-        options["stage"] = 3 if options["stage"] == 3 else 0
-    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # before anything is sharded: it may raise
-    monitor, failure = _monitor(config)
-    api.shard(model, basic, comm=group, **options)
-    _compare(model, config, failure)
+    basic, lr_scheduler, options, monitor = _together(
+        comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
+    )
+    api.shard(model, basic, comm=None if group is None else comm, **options)
     _say(config)
-    known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
+    known = {"client": client, "device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
     engine = DeepSpeedEngine(model, basic, config, **known)
     partition.attach(model)
     partition.check_writes(config.zero_config.enable_sanity_checks)
@@ -119,6 +111,54 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
+def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
+    """What an action returns. Where it raises on a rank, so does every rank (collective), and nobody waits for that one."""
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = [mine] if comm.imagined else exchange_values(comm, mine, f"deepspeed.initialize: {what}")
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(everyone):
+        if text is not None:
+            raise DeepSpeedConfigError(f"deepspeed.initialize: rank {rank} failed, at {what}: {text}")
+    return result
+
+
+def _config(given: Any, mpu: Any, optimizer: Any, lr_scheduler: Any, world_size: int) -> DeepSpeedConfig:
+    config = DeepSpeedConfig(given, mpu, world_size=world_size)
+    assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
+        "lr_scheduler: a scheduler steps the optimizer that it was made of: pass that one as optimizer=, or a callable as lr_scheduler="
+    )
+    return config
+
+
+def _prepare(
+    model: nn.Module, optimizer: Any, model_parameters: Any, lr_scheduler: Any, mpu: Any, config: DeepSpeedConfig, device: torch.device
+) -> tuple[torch.optim.Optimizer | None, Any, dict[str, Any], MonitorMaster]:  # fmt: skip
+    """Optimizer, scheduler, options of zs.shard and monitor, of a model that is then ready for it. May raise on one rank alone."""
+    leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
+    cast_buffers(config, model)
+    cast_parameters(config, model)
+    _move(model, device)
+    activation.apply_config(model, config, mpu)
+    mark_for_muon(config, model)
+    basic = _basic_optimizer(model, optimizer, model_parameters, config)
+    options = shard_options(config)
+    if basic is None:
+        options = {key: value for key, value in options.items() if not key.startswith(("offload_optimizer", "offload_gradient"))}
+        options["stage"] = 3 if options["stage"] == 3 else 0
+    lr_scheduler = _scheduler(lr_scheduler, basic, config)  # before anything is sharded: it may raise
+    try:
+        monitor = MonitorMaster(config.monitor_config)
+    except OSError as error:  # of rank 0, which alone opens files
+        raise DeepSpeedConfigError(f"a monitor: {error}. Name a folder that rank 0 can write (output_path).") from error
+    return basic, lr_scheduler, options, monitor
+
+
 def _say(config: DeepSpeedConfig) -> None:
     """What the configuration has to say, and what it wants said."""
     config.say_notes()
@@ -126,10 +166,6 @@ def _say(config: DeepSpeedConfig) -> None:
         set_log_level_from_string(config.log_level)
     if config.dump_state and backend_select.rank_and_size()[0] == 0:
         config.print("DeepSpeedEngine configuration")
-
-
-def _world_size(group: Any) -> int:
-    return backend_select.rank_and_size()[1] if group is None else dist.get_world_size(group)
 
 
 def _device(args: Any) -> tuple[torch.device, int]:
@@ -201,32 +237,14 @@ def _scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Any)
 _EQUAL = ("gradient_accumulation_steps", "managed_gradient_accumulation", "scheduler_name", "scheduler_params")
 
 
-def _monitor(config: Any) -> tuple[MonitorMaster | None, OSError | None]:
-    """The monitors, or why rank 0, which alone opens their files, can not have them."""
-    try:
-        return MonitorMaster(config.monitor_config), None
-    except OSError as error:
-        return None, error
-
-
-def _compare(model: nn.Module, config: Any, failure: OSError | None) -> None:
-    """Raise DeepSpeedConfigError on every rank where one failed, or they differ in what the loop goes by.
-
-    The model is closed then. zs.shard has compared its own options.
-    """
-    comm = runtime_of(model).comm
-    mine = ["" if failure is None else f"a monitor: {failure}. Name a folder that rank 0 can write (output_path).", *(
-        repr(getattr(config, name)) for name in _EQUAL)]  # fmt: skip
+def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
+    """Raise DeepSpeedConfigError on every rank where they differ in what the loop goes by. zs.shard compares its own options."""
+    mine = [repr(getattr(config, name)) for name in _EQUAL]
     everyone = [mine] if comm.imagined else exchange_values(comm, mine, "deepspeed.initialize: compare configurations")
-    failures, *columns = zip(*everyone, strict=True)
-    problem = next(filter(None, failures), None)
-    for name, values in zip(_EQUAL, columns, strict=True):
-        if problem is None and len(set(values)) > 1:
+    for name, values in zip(_EQUAL, zip(*everyone, strict=True), strict=True):
+        if len(set(values)) > 1:
             shown = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            problem = f"{name} differs: {shown}. Give every rank the same configuration."
-    if problem is not None:
-        api.close(model)
-        raise DeepSpeedConfigError(problem) from failure
+            raise DeepSpeedConfigError(f"{name} differs: {shown}. Give every rank the same configuration.")
 
 
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:

@@ -116,6 +116,8 @@ _TABLE = {
         "ds_config: get_bfloat16_config get_float16_config; sections: DeepSpeedBF16Config DeepSpeedFP16Config",
     "runtime.sequence_parallel.ulysses_sp": "stand_ins: UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "runtime.swap_tensor": "stand_ins: MIN_SWAPPABLE_BYTES",
+    "runtime.torch_autocast":
+        "autocast: PARAM_COMM_DTYPE_ATTR_NAME autocast_if_enabled get_comm_dtype has_comm_dtype",
     "runtime.utils":
         "utilities: DummyOptim check_internal_apis_for_count_used_parameters copy_to_device "
         "count_used_parameters_in_backward empty_cache ensure_directory_exists get_global_norm "
@@ -181,6 +183,7 @@ _TABLE = {
         "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param "
         "safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
         "safe_set_local_optimizer_state safe_update_full_grad_vectorized",
+    "utils.timer": "timers: SynchronizedWallClockTimer ThroughputTimer",
     "utils.torch": "utilities: required_torch_version",
     "utils.z3_leaf_module":
         "leaf_modules: apply_zero_leaf_module_config get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
@@ -204,6 +207,33 @@ INSTEAD: dict[str, str] = {  # by module or name: what to use
     "elasticity": "Checkpoints load at any number of ranks: start again with the ranks that there are.",
     "sequence": "Sequence parallelism is not served; zs.tile and zs.tiled_cross_entropy serve long sequences.",
     "linear": "Use PEFT for LoRA and quantized linear layers.",
+    "checkpoint.DeepSpeedCheckpoint": "engine.load_checkpoint and zs.load read DeepSpeed's checkpoints, zeroshard export writes files.",
+    "comm": "deepspeed.comm's functions are those of torch.distributed, which has the backends.",
+    "compile": "There is no DeepCompile: engine.compile() takes torch.compile's backends.",
+    "env_report": "`zeroshard doctor` says what a machine offers.",
+    "launcher.multinode_runner": "Start nodes with torchrun, or zeroshard-deepspeed on each of them.",
+    "moe": "Write the experts as ordinary modules; stage 3 shards them as all others.",
+    "monitor.comet": "Use tensorboard, csv_monitor or wandb.",
+    "nebula": "engine.save_checkpoint saves in the background with {\"checkpoint\": {\"writer\": {\"decoupled\": true}}}.",
+    "ops.adam": "zs.shard steps torch.optim's classes on any tier; DeepSpeedCPUAdam and FusedAdam are here.",
+    "ops.muon": "Use zs.Muon, or torch.optim.Muon.",
+    "ops.sparse_attention": "Use torch.nn.attention.flex_attention.",
+    "runtime.activation_checkpointing": "deepspeed.checkpointing.checkpoint and zs.checkpoint_activations recompute activations.",
+    "runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint write and read by themselves, in the background as well.",
+    "runtime.comm": "zs.shard reduces and gathers by itself; torch.distributed has collectives for code of one's own.",
+    "runtime.data_pipeline": "Use a sampler or data set of torch.utils.data.",
+    "runtime.fp16.loss_scaler": "engine.optimizer.loss_scale and loss_scaler tell the scale; {\"fp16\": ...} says how it changes.",
+    "runtime.fp16.onebit": "Use FusedAdam: momenta are not compressed.",
+    "runtime.sparse_tensor": "Gradients of embeddings are dense: nn.Embedding(sparse=False).",
+    "runtime.superoffload": "offload_optimizer with device cpu steps on the host; zs.shard(delayed_update=...) beside training.",
+    "runtime.utils": "Norms and clipping: engine.get_global_grad_norm(), gradient_clipping, zs.clip_grad_norm_.",
+    "runtime.zero.offload_states": "engine.offload_states() and reload_states() move states; zs.report(model) tells where they rest.",
+    "utils.bwc": "There is no tensor parallelism: its size is 1 and the rank 0.",
+    "utils.numa": "Start ranks under numactl, or with zeroshard-deepspeed --bind_cores_to_rank.",
+    "utils.mixed_precision_linkage": "safe_get_full_fp32_param and zs.value_of read masters.",
+    "utils.tensor_fragment": "safe_get_* and safe_set_* of deepspeed.utils, or zs.value_of, zs.gradient_of and zs.state_of.",
+    "utils.timer": "ThroughputTimer and SynchronizedWallClockTimer are here; torch.profiler times what is inside of a step.",
+    "utils.torch": "param.register_post_accumulate_grad_hook(hook) is torch's.",
 }
 
 

@@ -94,7 +94,10 @@ class WholeWeights:
         path = os.path.join(save_dir, save_filename)
         sharded = self.zero_optimization_partition_weights()  # type: ignore[attr-defined]
         if sharded and not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
-            logger.info(f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False")
+            logger.warning(
+                f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False: say true in the section "
+                "zero_optimization, or take save_checkpoint and zero_to_fp32."
+            )
             return False
         state = self._whole_on_rank_0(exclude_frozen_parameters)
 

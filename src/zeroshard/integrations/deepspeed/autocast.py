@@ -1,0 +1,37 @@
+"""deepspeed.runtime.torch_autocast: an engine's forward goes by its configuration, whatever autocast is on around it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from .logs import warning_once
+
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"  # by which DeepSpeed marks parameters; gradients here go as communication_data_type says
+
+
+def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:
+    """torch.autocast as the section torch_autocast says. Without it one that is on outside is off inside, which is said once."""
+    kind, enabled = engine.device.type, engine.torch_autocast_enabled()
+    dtype = engine.torch_autocast_dtype()
+    if enabled and dtype is not None:
+        return torch.autocast(kind, dtype)
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    warning_once(
+        "torch.autocast is enabled outside of the engine, whose configuration does not ask for it: inside it is off, as in DeepSpeed. "
+        'Say {"torch_autocast": {"enabled": true, "dtype": "bfloat16"}}, or {"bf16": {"enabled": true}} alone.'
+    )
+    return torch.autocast(kind, enabled=False)
+
+
+def has_comm_dtype(param: torch.nn.Parameter) -> bool:
+    """Whether a parameter is marked with a dtype for communication."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: torch.nn.Parameter) -> torch.dtype:
+    """Its mark, or its own dtype."""
+    return getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
