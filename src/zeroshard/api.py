@@ -85,8 +85,8 @@ def shard(
     device = _device_of(specs)
     comm, parts = backend_select.of_mesh(mesh, comm)
     group = backend_select.current(comm, device, config.stall_timeout_s)
+    check_same_model(group, model, specs, config, optimizer, parts)
     topology.check(config, group, parts)
-    check_same_model(group, model, specs, config, optimizer)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored = open_weights(group, weights, model, specs) if weights is not None else {}
@@ -237,6 +237,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.tiers.close()
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")
+    runtime.topology.release()
     if restore:
         del model.__dict__["_zeroshard"]  # else: its hooks refuse
     runtime.units, runtime.groups = [], []

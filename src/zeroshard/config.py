@@ -411,6 +411,8 @@ class Config:
             raise ConfigError(f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}.")
         if self.zero_hpz_partition_size > 1 and self.shard_size is not None:
             raise ConfigError("zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one.")
+        if self.zero_hpz_partition_size > 1 and self.hierarchical is False:
+            raise ConfigError("hierarchical=False with zero_hpz_partition_size: secondary shards are what a first hop brings. Give one of them.")
         if self.zero_quantized_weights is not None and self.row.optimizer is not Placement.SHARDED:
             raise ConfigError("zero_quantized_weights needs stage 1, 2 or 3: at stage 0 no parameters are sent.")
 

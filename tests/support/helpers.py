@@ -207,8 +207,13 @@ def train(rank: int, task: Task, **options: object) -> Outcome:
 
 @dataclass(frozen=True)
 class Rounding:
-    """Where the reference rounds. send: gradients on their way (None: as the parameter); rest: reduced gradients."""
+    """Where the reference rounds. send: gradients on their way (None: as the parameter); rest: reduced gradients.
 
+    node: so many ranks sum first, and what they send on is rounded as gradients are; alike: the mean travels as well (HSDP).
+    """
+
+    node: int = 0
+    alike: bool = False
     send: torch.dtype | None = None
     rest: torch.dtype = torch.float32
     masters: bool = True  # fp32 masters for low precision
@@ -275,8 +280,17 @@ def _step_gradients(
     grads = [[_backward(model, task, micro[rank], scale, losses) for rank in range(world_size)] for micro in micros]
     if task.local_sums:  # each rank's own sum in the resting dtype, then sent
         grads = [[_add_up([micro[rank] for micro in grads], rounding.rest) for rank in range(world_size)]]
-    sent = [[{p: _rounded(g, rounding.send or p.dtype) for p, g in rank.items()} for rank in micro] for micro in grads]
-    return _add_up([_mean(ranks, world_size) for ranks in sent], rounding.rest)
+
+    def travel(part: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        return {p: _rounded(g, rounding.send or p.dtype) for p, g in part.items()}
+
+    def mean(ranks: list[dict[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
+        if rounding.node:
+            ranks = [travel(_add_up(ranks[i : i + rounding.node])) for i in range(0, world_size, rounding.node)]
+        total = _mean(ranks, world_size)
+        return travel(total) if rounding.alike else total
+
+    return _add_up([mean([travel(rank) for rank in micro]) for micro in grads], rounding.rest)
 
 
 def _backward(model: nn.Module, task: Task, batch: tuple, scale: float, losses: list[float]) -> dict[Tensor, Tensor]:

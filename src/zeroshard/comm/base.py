@@ -122,7 +122,7 @@ class Hops(Work):
     def _finish(self) -> None:
         self.begin()
         self.second.wait()
-        self.take((self.second.square_sum, self.second.culprits))
+        self.take((self.second.square_sum, self.first.culprits))  # the second knows who passed it on
         self._over = True
 
     def ready(self) -> bool:
@@ -247,6 +247,9 @@ class Comm(ABC):
     def open(self) -> None:
         """Make what was reserved (collective, before the first gather or reduction)."""
 
+    def release(self) -> None:
+        """Give up what `open` made: its model is closed."""
+
     def outdate(self, number: int) -> None:
         """The shards of region `number` are about to be written."""
 
@@ -298,7 +301,8 @@ class Comm(ABC):
 
         def combine(parts: list[Tensor]) -> Outcome:
             total = sum_in_rank_order(parts, out, scale=scale, accumulate=accumulate)
-            if total is None or math.isfinite(total):
+            rounded = out.dtype.itemsize < 4 and out.device.type == "cpu"  # on its way to a second hop: no square sum
+            if torch.isfinite(out).all() if rounded else total is None or math.isfinite(total):
                 return total, ()
             return total, tuple(self.ranks[rank] for rank in nonfinite_ranks(parts, out))
 

@@ -35,8 +35,11 @@ class FakeComm(Comm):
     def subgroup(self, parts: Sequence[Sequence[int]]) -> FakeComm:
         mine = next(part for part in parts if self.rank in part)
         group = FakeComm(list(mine).index(self.rank), len(mine), self.device, node_size=self._node_size)
-        group._ranks = [self._ranks[rank] for rank in mine]
+        group._ranks, group.pending = [self._ranks[rank] for rank in mine], self.pending
         return group
+
+    def poll(self) -> None:
+        self.pending.advance()
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         work = Work()

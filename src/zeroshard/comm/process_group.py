@@ -177,6 +177,7 @@ class DistComm(Comm):
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # of a subgroup
+        self._subgroups: dict[tuple[tuple[int, ...], ...], DistComm] = {}  # by the parts that were asked for
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # a group of its own: its messages never mix with those of the user's collectives
         local = group is not None  # a subgroup: ranks outside of it are not here to take part
@@ -208,9 +209,13 @@ class DistComm(Comm):
         return self._nodes
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> DistComm:
+        key = tuple(map(tuple, parts))
+        if key in self._subgroups:  # each has a group of processes of its own: not one for each model
+            return self._subgroups[key]
         mine = list(next(part for part in parts if self.rank in part))
         assert self.progress is not None and self.pending is not None  # made now, and shared
         group = copy.copy(self)  # with its desk, its waiting thread
+        group._subgroups = {}
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
         group._parent = self.root
@@ -218,6 +223,7 @@ class DistComm(Comm):
         group._control = make(backend="gloo")
         if self.backend != "gloo":  # over gloo each pair of ranks is told apart by what it sends
             group._data = make(backend=self.backend)
+        self._subgroups[key] = group
         return group
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
@@ -309,8 +315,16 @@ class DistComm(Comm):
         for go_on in self.beside:
             go_on()
 
+    def announce(self, waiting_for: str | None) -> None:
+        if self.beside and self.local is not None:
+            self.local.announce(waiting_for)
+
     def leave(self) -> None:
         self.group = self._control = self._data = None  # that nothing here keeps them from ending
+        for group in self._subgroups.values():
+            group.group = group._control = group._data = None
+        if self.local is not None:
+            self.local.leave()
 
     # -- failures --------------------------------------------------------------------------------------------
 
@@ -327,6 +341,10 @@ class DistComm(Comm):
         if self.desk.told is None:  # else all know the first reason, the cause of later ones
             self.desk.told = failure
             self.desk.tell(self.root._peers(), failure)
+            if self.local is not None:  # who waits there does not look here
+                self.local.fail(failure)
 
     def close(self) -> None:
+        if self.local is not None:
+            self.local.close()
         self.desk.close()

@@ -88,6 +88,10 @@ class _Selected(Desk):
     def tell(self, peers: Collection[int], failure: Failure) -> None:
         self._desk.tell([self._ranks[peer] for peer in peers], failure)
 
+    @property
+    def told(self) -> Failure | None:  # type: ignore[override]
+        return self._desk.told
+
     def how_it_ended(self, peer: int) -> str:
         return self._desk.how_it_ended(self._ranks[peer])
 

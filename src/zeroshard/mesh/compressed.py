@@ -76,6 +76,10 @@ class _Compressed(Wrapper):
         if self._pool is None:
             self._pool = StagingPool(self.comm, self.ledger, self._nbytes, _BUFFERS, _BUFFERS + 1)
 
+    def release(self) -> None:
+        self._pool.close() if self._pool is not None else None
+        self.comm.release()
+
     def _take(self, numel: int, whole: bool) -> tuple[int, Region]:
         assert self._pool is not None
         return self._pool.take(numel, torch.uint8, whole=whole)
@@ -188,6 +192,12 @@ class CompressedReductions(_Compressed):
         work = self.comm.collect(region, combine, tag=tag, label=label)
         self._pool.give(slot, work)
         return work
+
+    def release(self) -> None:
+        if self.feedback is not None:
+            self.ledger.strike(RESIDUALS, sum(residual.nbytes for residual in self.feedback.residuals.values()))
+            self.feedback.clear()
+        super().release()
 
     def _finite(self, part: Tensor, numel: int) -> bool:
         values = torch.empty(numel, device=part.device)

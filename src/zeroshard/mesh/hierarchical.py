@@ -28,6 +28,11 @@ from .wrapper import Wrapper
 _BUFFERS = 2  # of each kind: one hop fills one while the other is read
 
 
+def exact_share(num_ranks: int) -> float:
+    """A power of two by which a sum of so many ranks is multiplied on its way: fp16 then holds what it holds of each."""
+    return 2.0 ** -(num_ranks - 1).bit_length()
+
+
 class HierarchicalComm(Wrapper):
     """All ranks of `world`, in two hops."""
 
@@ -116,7 +121,14 @@ class HierarchicalComm(Wrapper):
         if self._sums is None:
             self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
 
+    def release(self) -> None:
+        for pool in (self._rows, self._sums, *self._secondary.values()):
+            pool.close() if pool is not None else None
+        for comm in (self.inner, self.outer):
+            comm.release()
+
     def _open_rows(self) -> None:
+        self._rows.close() if self._rows is not None else None  # what is under way holds the memory it uses
         self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, _BUFFERS, _BUFFERS + 1)
 
     def outdate(self, number: int) -> None:
@@ -140,7 +152,7 @@ class HierarchicalComm(Wrapper):
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
             rows = Region(rows.tensor, rows.shards, number=number)  # at rest
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
-        slot, rows = self._take_rows(number, numel, full.dtype, label)
+        pool, slot, rows = self._take_rows(number, numel, full.dtype, label)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)
 
         def inside() -> Work:
@@ -148,21 +160,21 @@ class HierarchicalComm(Wrapper):
             if number in self._secondary:
                 self._held.add(number)
             else:
-                self._rows.give(slot, work)
+                pool.give(slot, work)
             return work
 
         return Hops(self.comm, first, inside, self.volume("gather", numel // self.outer.world_size, full.dtype), label)
 
-    def _take_rows(self, number: int, numel: int, dtype: torch.dtype, label: str) -> tuple[int, Region]:
+    def _take_rows(self, number: int, numel: int, dtype: torch.dtype, label: str) -> tuple[StagingPool, int, Region]:
         """Where the first hop leaves its result: (numel,)."""
         if number in self._secondary:
             pool = self._secondary[number]
             rows = pool.take(numel, dtype, whole=False)[1]
             pool.give(0, None)
-            return 0, rows
+            return pool, 0, rows
         assert self._rows is not None
         self.comm.wait_until(self._rows.has_given, label)
-        return self._rows.take(numel, dtype, whole=False)
+        return self._rows, *self._rows.take(numel, dtype, whole=False)
 
     def reduce(
         self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
@@ -171,12 +183,13 @@ class HierarchicalComm(Wrapper):
         assert self._sums is not None
         self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(numel, dtype)
+        share = exact_share(self.inner.world_size)
         first = self.inner.reduce(
-            self._part(source, self._near), sums.tensor, scale=1.0, accumulate=False, tag=tag, label=label
+            self._part(source, self._near), sums.tensor, scale=share, accumulate=False, tag=tag, label=label
         )
 
         def between() -> Work:
-            work = self.outer.reduce(sums, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
+            work = self.outer.reduce(sums, out, scale=scale / share, accumulate=accumulate, tag=tag, label=label)
             self._sums.give(slot, work)
             return work
 

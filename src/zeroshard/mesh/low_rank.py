@@ -51,6 +51,13 @@ class LowRankReductions(Wrapper):
         if not self._pools:
             self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, _BUFFERS) for _ in range(2)]
 
+    def release(self) -> None:
+        for pool in self._pools:
+            pool.close()
+        self.ledger.strike(RESIDUALS, sum(4 * factors.state_numel for factors in self._factors.values()))
+        self._factors = {}
+        self.comm.release()
+
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         return self.comm.volume(kind, numel, dtype)  # before it is known of which unit: see `sent` of each work
 

@@ -15,6 +15,7 @@ from ..comm.base import Comm, Hops, Region, Sent, Work
 from ..memory.ledger import Ledger
 from ..memory.pool import StagingPool
 from ..tensor.flat_layout import round_up
+from .hierarchical import exact_share
 from .wrapper import Wrapper
 
 _BUFFERS = 2
@@ -43,6 +44,11 @@ class ReplicatedComm(Wrapper):
         if self._sums is None:
             self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
 
+    def release(self) -> None:
+        self._sums.close() if self._sums is not None else None
+        self.comm.release()
+        self.outer.release()
+
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         inside = self.comm.volume(kind, numel, dtype)
         if kind != "reduce":
@@ -58,12 +64,13 @@ class ReplicatedComm(Wrapper):
         assert self._sums is not None
         self.comm.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
-        first = self.comm.reduce(source, sums.tensor[:numel], scale=1.0, accumulate=False, tag=tag, label=label)
+        share = exact_share(self.world_size)
+        first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
 
         def across() -> Work:
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
-            work = self.outer.reduce(sums, part, scale=scale, accumulate=False, tag=tag, label=label)
+            work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
             return Hops(self.comm, work, copy, Sent(), label)
 
         def copy() -> Work:

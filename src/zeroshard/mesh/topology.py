@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -54,8 +54,16 @@ class Topology:
 
     def open(self) -> None:
         """Make what buffers have reserved (collective)."""
-        for comm in dict.fromkeys((self.shards, self.values, self.plain_gradients, self.gradients)):
+        for comm in self._all():
             comm.open()
+
+    def release(self) -> None:
+        """The inverse of `open`: the model is closed."""
+        for comm in self._all():
+            comm.release()
+
+    def _all(self) -> Iterable[Comm]:
+        return dict.fromkeys((self.shards, self.values, self.plain_gradients, self.gradients))
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether values and gradients of a parameter travel packed."""
@@ -82,6 +90,13 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
             fits = [n for n in range(1, comm.world_size + 1) if comm.world_size % n == 0]
             nearest = min(fits, key=lambda n: abs(n - size))
             raise ConfigError(f"{name}={size} does not divide the {comm.world_size} ranks: {nearest} does.")
+    if nodes is not None and config.zero_hpz_partition_size > 1:
+        raise ConfigError(
+            f"zero_hpz_partition_size={config.zero_hpz_partition_size} with a mesh of two axes: with replicate_optimizer=False the mesh's "
+            "inner axis keeps secondary shards. Give one of them."
+        )
+    if not config.replicate_optimizer and nodes is None and config.shard_size is None:
+        raise ConfigError("replicate_optimizer=False needs groups of ranks: shard_size=..., or a mesh of two axes.")
     if config.hierarchical and nodes is None and config.zero_hpz_partition_size == 1 and _hosts(comm) is None:
         raise ConfigError(
             "hierarchical=True: the ranks are on one host, or unequally many on some: say how many make a node, "
@@ -153,7 +168,7 @@ def _in_two_hops(
     world = topology.control
     inner, outer = _halves(world, nodes)
     comm = HierarchicalComm(world, inner, outer, nodes, ledger, keep=keep)
-    topology.control = topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
+    topology.shards = topology.values = topology.plain_gradients = topology.gradients = comm
     if keep and world.copies:
         topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
     if _packs_by_hop(config):

@@ -64,11 +64,17 @@ class Wrapper(Comm):
     def reserve(self, number: int, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve(number, numel, dtype)
 
+    def expect(self, tag: int, slots: Sequence[tuple[int, Sequence[int]]], numel: int) -> None:
+        self.comm.expect(tag, slots, numel)
+
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.comm.reserve_slices(numel, dtype)
 
     def open(self) -> None:
         self.comm.open()
+
+    def release(self) -> None:
+        self.comm.release()
 
     def outdate(self, number: int) -> None:
         self.comm.outdate(number)

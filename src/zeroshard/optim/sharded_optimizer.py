@@ -228,16 +228,21 @@ class OptimizerCore:
 
     def _nonfinite_names(self) -> tuple[str, ...]:
         """"name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
-        mine = []
-        for group in self.stepped_groups:
-            for index, spec in enumerate(group.specs):
-                if torch.isfinite(group.homes[index].fetch(gradient=True)).all():
-                    continue
-                ranks = sorted(group.grads.culprits)
-                where = f"rank {', '.join(map(str, ranks))}" if ranks else f"shard of rank {self.comm.rank}"
-                mine.append(f"{spec.name} ({where})")
-        everyone = exchange_values(self.comm, mine, "optimizer step: names of non-finite gradients")
-        return tuple(dict.fromkeys(name for names in everyone for name in names))
+        groups = self.stepped_groups
+        senders = [sorted(group.grads.culprits) for group in groups]
+        mine = [
+            (number, spec.name)
+            for number, group in enumerate(groups)
+            for index, spec in enumerate(group.specs)
+            if not torch.isfinite(group.homes[index].fetch(gradient=True)).all()
+        ]
+        everyone = exchange_values(self.comm, (mine, senders), "optimizer step: names of non-finite gradients")
+        found: dict[str, None] = {}
+        for rank, (names, own) in enumerate(everyone):
+            for number, name in names:  # in two hops, who met the sender's part first is another rank than whose shard it is
+                ranks = own[number] or sorted({sender for _, theirs in everyone for sender in theirs[number]})
+                found[f"{name} (rank {', '.join(map(str, ranks))})" if ranks else f"{name} (shard of rank {rank})"] = None
+        return tuple(found)
 
     @torch.no_grad()
     def _update(self) -> list[ParamGroup]:

@@ -103,7 +103,7 @@ class Gathering:
     def _check(self) -> None:
         for param in self.found:
             home: Any = param._home  # type: ignore[attr-defined]
-            world_size = home.comm.world_size
+            world_size = _everyone(home).world_size
             if self.write and self.modifier_rank is not None:
                 raise ConfigError("zs.gathered: expected write=True (all ranks write) or modifier_rank=... (one does), got both.")
             if self.modifier_rank is not None and self.modifier_rank not in range(world_size):
@@ -166,9 +166,9 @@ class Gathering:
     def agree(self) -> dict[str, list[str]]:
         """What befell the copies that `keep` may not take over: what -> "name (on rank r)" (collective)."""
         named: dict[str, list[str]] = {}
-        comms = {id(whole.home.comm): whole.home.comm for whole in self._wholes}
+        comms = {id(comm): comm for comm in (_everyone(whole.home) for whole in self._wholes)}
         for key, comm in comms.items():
-            wholes = [whole for whole in self._wholes if id(whole.home.comm) == key]
+            wholes = [whole for whole in self._wholes if id(_everyone(whole.home)) == key]
             befell = [(what, whole.home.name) for whole in wholes for what in whole.problems]
             problems = [(what, name) for what, name in befell if not (self._writes and what == "written")]
             tells = self.write or self.modifier_rank == comm.rank
@@ -187,7 +187,7 @@ class Gathering:
     def keep(self) -> None:
         """Take over what was announced (collective)."""
         for wholes, told in self._told if self._writes else ():
-            comm: Comm = wholes[0].home.comm
+            comm = _everyone(wholes[0].home)
             comm.fence_write()
             for number, whole in enumerate(wholes):
                 if self.write:
@@ -195,6 +195,11 @@ class Gathering:
                 elif told[self.modifier_rank][number] is not None:  # type: ignore[index]
                     whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore
             comm.fence_read()
+
+
+def _everyone(home: Any) -> Comm:
+    """The ranks that have the parameter: those of its slices, and of groups that hold the same."""
+    return home.group.runtime.comm if isinstance(home, ParamHome) else home.comm
 
 
 def _order(param: nn.Parameter) -> tuple[int, int, int]:
@@ -216,7 +221,7 @@ class _Whole:
         if self.copy.requires_grad:
             self.copy.register_hook(_late_gradient(self.home.name, self._open))
         self._version = _version(self.copy)
-        tells = gathering.modifier_rank == self.home.comm.rank
+        tells = gathering.modifier_rank == _everyone(self.home).rank
         self._sum = zlib.crc32(_raw(self.copy)) if tells else None
         exchange(param, self.copy)
         whole_now[id(param)] = self

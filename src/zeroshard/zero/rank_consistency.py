@@ -27,9 +27,10 @@ _PER_RANK = {"path", "offload_path"}  # each rank may have a disk of its own
 
 
 def check_same_model(
-    comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15)."""
+    comm: Comm, model: nn.Module, specs: list[ParamSpec], config: Config, optimizer: torch.optim.Optimizer | None,
+    parts: list[list[int]] | None = None,
+) -> None:  # fmt: skip
+    """Raise ModelMismatch on every rank if ranks differ, naming how each has what differs first (B15). parts: groups of a mesh."""
     if comm.world_size == 1 or comm.imagined:
         return
     described = {
@@ -37,7 +38,7 @@ def check_same_model(
         "buffer": [f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()],
         "optimizer option": list(_optimizer(optimizer)),
         "parameter group": list(_placed(specs, optimizer)),
-        "option": list(_options(model, config)),
+        "option": [*_options(model, config), f"mesh={parts}"],
     }
     digest = hashlib.sha256(repr(described).encode()).digest()
     if len(set(comm.exchange(digest, "zs.shard: compare models"))) == 1:
