@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def main():
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=2, gradient_clipping=1.0)
-    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=not torch.cuda.is_available())
+    accelerator = Accelerator(deepspeed_plugin=plugin)  # cpu=True would leave DeepSpeed out
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -25,7 +25,7 @@ def main():
             optimizer.zero_grad()
     accelerator.print(f"loss {loss.item():.3f}")
     whole = accelerator.get_state_dict(model)
-    accelerator.print(f"{len(whole)} whole tensors")
+    accelerator.print(f"{len(whole)} whole tensors, by {type(model).__name__}")
 
 
 if __name__ == "__main__":

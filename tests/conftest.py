@@ -30,8 +30,8 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "larger_than_memory", "fake_world", "lightning", "engine", "examples", "equivalence", "equivalence_wide", "processes", "failures", "uneven_data", "recovery", "private_memory",
-    "checkpoint_kills", "optimizer", "user_models",
+    "larger_than_memory", "fake_world", "lightning", "programs", "beside_deepspeed", "engine", "examples", "equivalence", "equivalence_wide", "processes",
+    "failures", "uneven_data", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
     "checkpoint_edges", "load_memory",
     "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",

@@ -115,6 +115,13 @@ def test_imports_go_one_way(module):
         )
 
 
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("comm.codecs")])
+def test_codecs_are_arithmetic_alone(module):
+    """What packs values knows no rank and sends nothing: of comm it takes the length of a chunk."""
+    for other in imports_of(module) - {"comm"}:
+        assert other.split(".")[0] in ("errors", "utils") or other == "comm.base" or other.startswith("comm.codecs"), other
+
+
 def test_modules_do_not_import_in_circles():
     done: set[str] = set()
 

@@ -150,8 +150,9 @@ def test_every_section_is_shown_and_written(tmp_path):
     on_gpu = [tier_outcome("zs3-host-bf16", [[0.5]], cuda_peak=1 << 30, overlap=seen), tier_outcome("local-bf16", [[0.1]])]
     workload = Workload(shape=gpu.SHAPE, sequences=4, ranks=1, device="cuda")
     largest = {"zs3-host-bf16": gpu.Largest(10, 12, True, "out of memory", 5), "ds3-offload-bf16": gpu.Largest(why="not installed")}
+    pack = {"name": "int8 pack", "ms": 1.0, "bytes_per_value": 5.0, "gb_s": 8.0, "of_copy": 0.6, "over_whole": 1.5}
     results = report.Results(
-        Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), hostadam, files
+        Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), hostadam, files, codecs=[pack]
     )  # fmt: skip
     console = Console(file=io.StringIO(), width=125)
     report.print_results(results, console)
@@ -166,6 +167,8 @@ def test_every_section_is_shown_and_written(tmp_path):
     verdicts = {goal["text"]: goal["verdict"] for goal in document["goals"]}
     assert verdicts["host Adam, 1 thread: bytes/s of the update over bytes/s of a memory copy"] == "missed"
     assert verdicts["file engine / best of dd and fio, write"] == "met"
+    assert verdicts["int8 pack: bytes/s over a memory copy's"] == "met"
+    assert verdicts["int8 pack: speed over whole tensors"] == "missed" and document["codecs"] == [pack]
     assert verdicts["file engine / best of dd and fio, read"] == "not measured"
     assert verdicts["stage 3, optimizer on disk / max(1.15 bound, 1.1 in memory), step time"] == "missed"
     assert document["gpu"]["largest"]["zs3-host-bf16"]["numel"] == gpu.parameters(dataclasses.replace(gpu.WIDE_SHAPE, layers=10))

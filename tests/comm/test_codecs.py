@@ -86,7 +86,8 @@ def test_chunks_of_a_long_tensor_meet(name, monkeypatch):
     monkeypatch.setattr(block_quantization, "CPU_CHUNK_NUMEL", 1 << 12)
     codec, values = codec_of(name), wild((1 << 14) + 333)
     assert torch.equal(round_trip(codec, values), by_definition(codec, values))
-    assert torch.equal(back(codec, packed_of(codec, values), values.numel(), torch.bfloat16), by_definition(codec, values).bfloat16())
+    low = back(codec, packed_of(codec, values), values.numel(), torch.bfloat16)
+    assert torch.equal(low, by_definition(codec, values).bfloat16())
 
 
 def test_the_largest_block_and_a_tensor_of_several_passes():
@@ -130,7 +131,8 @@ def test_what_is_not_finite_stays_visible_in_its_block_alone(name, bad, dtype):
     packed = packed_of(codec, values)
     found = back(codec, packed, 100)
     assert found[32:64].isnan().all()
-    assert torch.equal(found[:32], by_definition(codec, values[:32])) and torch.equal(found[64:], by_definition(codec, values[64:]))
+    for others in (slice(32), slice(64, None)):
+        assert torch.equal(found[others], by_definition(codec, values[others]))
     for other in DTYPES:
         assert back(codec, packed, 100, other)[32:64].isnan().all()
     total = torch.zeros(100)
@@ -168,7 +170,8 @@ def test_bytes_of_the_format():
     assert int4.tolist() == [*steps, 0x97, 0x3F, 0x02, 0]  # halves of 3 and 2 values: 7|-7, -1|3, 2|-
     int8 = packed_of(codec_of("int8", 32), values * 127 / 7)
     assert int8[4:].tolist() == [127, 256 - 18, 36, 256 - 127, 54, 0, 0, 0]
-    assert [codec_of(name).packed_nbytes(1 << 20) for name in CODECS] == [(1 << 20) + (1 << 14), (1 << 19) + (1 << 14), (1 << 20) + (1 << 14)]
+    nbytes = {name: codec_of(name).packed_nbytes(1 << 20) for name in CODECS}
+    assert nbytes == {"int8": (1 << 20) + (1 << 14), "int4": (1 << 19) + (1 << 14), "fp8": (1 << 20) + (1 << 14)}
     for name in SOME:
         assert make(name).packed_nbytes(0) == 0 and all(make(name).packed_nbytes(n) % 4 == 0 for n in range(1, 600))
 
@@ -194,7 +197,8 @@ def test_bytes_may_begin_at_any_address(name):
     codec, values = make(name), wild(500)
     memory = torch.zeros(codec.packed_nbytes(500) + 3, dtype=torch.uint8)
     codec.pack(values, memory[3:])
-    assert torch.equal(memory[3:], packed_of(codec, values)) and torch.equal(back(codec, memory[3:], 500), round_trip(codec, values))
+    assert torch.equal(memory[3:], packed_of(codec, values))
+    assert torch.equal(back(codec, memory[3:], 500), round_trip(codec, values))
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -221,7 +225,7 @@ def test_what_cannot_be_is_named():
     for rank in (0, 2.0, True):
         with pytest.raises(ConfigError, match="low_rank: rank: expected a whole number of at least 1"):
             LowRank([(0, (4, 4))], 16, rank=rank)
-    with pytest.raises(ValueError, match="slots that do not overlap, within 20"):
+    with pytest.raises(ValueError, match="expected slots apart, within 20"):
         LowRank([(0, (4, 4)), (15, (3,))], 20)
     codec = codec_of("int8")
     with pytest.raises(ValueError, match=r"int8: packed: expected a contiguous \(8,\) of uint8, got \(9,\) of uint8"):
@@ -261,7 +265,7 @@ RANKS, ROWS, COLUMNS = 3, 24, 16
 
 
 class LeastSquares:
-    """|A_r W - B_r|^2 / 2 for each rank r and a matrix W (24, 16) and a bias (16,) in one flat buffer, with 8 elements between."""
+    """|A_r W - B_r|^2 / 2 for each rank r; a matrix W (24, 16) and a bias (16,) in one flat buffer, 8 elements between."""
 
     slots = [(0, (ROWS, COLUMNS)), (ROWS * COLUMNS + 8, (COLUMNS,))]
     numel = ROWS * COLUMNS + 8 + COLUMNS

@@ -16,10 +16,12 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
     "lora.py": (("peft",), (), "tensors saved"),
     "deepspeed_script.py": ((), ("-m", "zeroshard.deepspeed"), "15 steps"),
     "transformers_trainer.py": (("transformers", "accelerate"), ("-m", "zeroshard.deepspeed"), "model.safetensors"),
-    "accelerate_loop.py": (("accelerate",), ("-m", "zeroshard.deepspeed"), "whole tensors"),
+    "accelerate_loop.py": (("accelerate",), ("-m", "zeroshard.deepspeed"), "whole tensors, by DeepSpeedEngine"),
+    "trl_sft.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "model.safetensors"),
+    "trl_dpo.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "rewards/accuracies 1.00"),
     "lightning_strategy.py": (("lightning",), None, ""),  # in tests/integrations/test_lightning.py: it starts two ranks
 }
-INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py"}
+INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
 
 
 @pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

@@ -53,8 +53,10 @@ def test_the_bits_of_torchs_own_class(cls, options, reference, more):
 @EACH
 @pytest.mark.parametrize("offload", [{}, {"offload_optimizer": "cpu"}], ids=["device", "host"])
 def test_sharded_they_step_with_the_fused_kernel(cls, options, reference, more, offload):
+    nets = [model(), model()]  # drawn here: threads share torch's generator
+
     def work(rank):
-        net = model()
+        net = nets[rank]
         optimizer = cls(net.parameters(), **options)
         assert matches(optimizer) and type(optimizer) is cls
         net, optimizer = zs.shard(net, optimizer, stage=2, **offload)

@@ -15,6 +15,7 @@ from zoo import Stack, adamw, run_threads, same, seeded, square
 
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import partition
+from zeroshard.integrations.deepspeed.accelerator import get_accelerator
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
 from zeroshard.launch import run_processes
 
@@ -47,7 +48,7 @@ def born(**options):
 
 
 DTYPES = {
-    "no config": ({}, torch.float16), "given": ({"dtype": torch.bfloat16}, torch.bfloat16), "fp32": ({"config_dict_or_path": STAGE3}, torch.float32),
+    "no config": ({}, torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16), "given": ({"dtype": torch.bfloat16}, torch.bfloat16), "fp32": ({"config_dict_or_path": STAGE3}, torch.float32),
     "bf16": ({"config_dict_or_path": {**STAGE3, "bf16": {"enabled": True}}}, torch.bfloat16),
     "fp16": ({"config": {**STAGE3, "fp16": {"enabled": True}}}, torch.float16),
     "given and bf16": ({"dtype": torch.float32, "config": {**STAGE3, "bf16": {"enabled": True}}}, torch.float32),
@@ -167,6 +168,23 @@ def test_what_one_rank_writes(stage):
 
     for value in run_threads(2, run):
         same(value, BASE.first.weight.detach() if stage == 1 else torch.full((7, 7), 3.0), "weight", 0.0)
+
+
+def test_a_write_without_a_rank_raises_where_checks_are_asked_for():
+    """On every rank, also where one alone has written."""
+
+    def body(rank):
+        config = {**STAGE3, "zero_optimization": {"stage": 3, "enable_sanity_checks": True}}
+        with Init(config_dict_or_path=config), one_at_a_time:
+            model = nn.Linear(4, 4)
+        with pytest.raises(RuntimeError, match="in-place modification of Linear.weight"):
+            with GatheredParameters(model.weight), torch.no_grad():
+                if rank == 1:
+                    model.weight.zero_()
+        with GatheredParameters(model.weight):
+            return bool(model.weight.abs().sum() > 0)
+
+    assert run_threads(2, body) == [True, True]
 
 
 def test_a_write_without_a_rank_is_dropped_and_told_once(told):

@@ -166,7 +166,8 @@ def test_the_cpu_as_an_accelerator(afresh, monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "3")
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert device.device_count() == 3 and device.current_device() == 2
-    assert device.supported_dtypes() == [torch.float, torch.half, torch.bfloat16]
+    fast = torch.ops.mkldnn._is_mkldnn_fp16_supported()  # training in fp16 works without, slowly
+    assert device.supported_dtypes() == [torch.float, *([torch.half] if fast else []), torch.bfloat16]
     assert (
         0 < device.memory_allocated() <= device.max_memory_allocated() < device.total_memory() and device.available_memory() > 0
     )

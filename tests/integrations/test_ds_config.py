@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import zeroshard as zs
+from zeroshard.integrations.deepspeed.cpu_optimizers import FusedAdam
 from zeroshard.integrations.deepspeed.ds_config import (
     DeepSpeedConfig,
     dtype_of,
@@ -273,8 +274,15 @@ def test_functions_that_read_one_section():
 
 
 def test_what_is_not_said_is_left_to_zeroshard():
-    assert shard_options(read()) == {"stage": 0, "precision": "fp32", "max_grad_norm": 1.0}
-    assert shard_options(read(gradient_clipping=0)) == {"stage": 0, "precision": "fp32"}
+    said = {"stage": 0, "precision": "fp32", "gradient_dtype": torch.float32}
+    assert shard_options(read()) == {**said, "max_grad_norm": 1.0}
+    assert shard_options(read(gradient_clipping=0)) == said
+
+
+def test_gradients_accumulate_in_the_dtype_of_the_model_unless_it_is_said():
+    assert shard_options(read(bf16={"enabled": True}))["gradient_dtype"] is torch.bfloat16
+    options = shard_options(read(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}))
+    assert options["gradient_dtype"] is torch.float32
 
 
 def test_the_options_of_shard():
@@ -360,9 +368,10 @@ def built(kind, **params):
 @pytest.mark.parametrize(
     ("kind", "params", "cls", "options"),
     [
-        ("Adam", {}, torch.optim.AdamW, {"lr": 1e-3}),
-        ("Adam", {"adam_w_mode": False}, torch.optim.Adam, {}),
-        ("adamw", {"adam_w_mode": False, "betas": [0.8, 0.9], "lr": "auto"}, torch.optim.AdamW, {"betas": (0.8, 0.9),
+        ("Adam", {}, FusedAdam, {"lr": 1e-3, "decoupled_weight_decay": True}),
+        ("Adam", {"adam_w_mode": False}, FusedAdam, {"decoupled_weight_decay": False}),
+        ("Adam", {"amsgrad": True}, torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
+        ("adamw", {"adam_w_mode": False, "betas": [0.8, 0.9], "lr": "auto"}, FusedAdam, {"betas": (0.8, 0.9),
             "lr": 1e-3}),
         ("AdamW", {"torch_adam": True, "bias_correction": True, "fp32_optimizer_states": True}, torch.optim.AdamW, {}),
         ("Lion", {"lr": 1e-5}, zs.Lion, {"lr": 1e-5, "betas": (0.9, 0.999)}),
@@ -384,10 +393,20 @@ def test_the_default_decay_is_that_of_deepspeed():
     assert build_optimizer(config, [nn.Parameter(torch.ones(1))]).param_groups[0]["weight_decay"] == 0.0
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "Muon", "MuAdam", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+@pytest.mark.parametrize("kind", ["Lamb", "MuAdam", "OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_optimizers_that_are_refused_are_named_with_the_remedy(kind):
     with pytest.raises(DeepSpeedConfigError, match=f"(?i){kind}' is not supported.*initialize"):
         built(kind)
+
+
+def test_muon_needs_to_know_what_is_a_hidden_matrix():
+    with pytest.raises(ValueError, match="use_muon"):
+        built("Muon")
+
+
+def test_autocast_in_fp16_is_refused():
+    with pytest.raises(DeepSpeedConfigError, match="bfloat16, or fp16.enabled"):
+        read(torch_autocast={"enabled": True, "dtype": "fp16"})
 
 
 def test_other_errors_of_an_optimizer():

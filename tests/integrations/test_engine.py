@@ -219,15 +219,17 @@ def test_two_engines_and_a_shared_loss():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision(precision, stage):
-    """The engine is `zs.shard` with the same options: the same bits."""
+    """The engine is `zs.shard` of the rounded model, with gradients in its dtype: the same bits."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
 
     def body(rank):
         section = {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})}
         engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(stage, 2, 1, 0.05, **{precision: section}))
-        assert next(engine.parameters()).dtype is (torch.bfloat16 if precision == "bf16" else torch.float16)
-        other = net()
-        plain = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1)
-        other, plain = zs.shard(other, plain, stage=stage, precision=precision, max_grad_norm=0.05, initial_loss_scale=256.0)
+        assert next(engine.parameters()).dtype is dtype
+        other = net().to(dtype)
+        plain = torch.optim.AdamW(other.parameters(), lr=0.01, weight_decay=0.1, fused=True)
+        options = {"max_grad_norm": 0.05, "initial_loss_scale": 256.0, "gradient_dtype": dtype}
+        other, plain = zs.shard(other, plain, stage=stage, precision=precision, **options)
         for (micro,) in batches(2, 1):
             engine.backward(engine(*micro[rank]))
             engine.step()
@@ -381,3 +383,134 @@ def test_no_collection_of_garbage():
     assert not gc.isenabled()
     engine.destroy()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_gradient_of_the_whole_loss(stage):
+    """scale_wrt_gas=False divides by nothing, also where the loss is what the model returns."""
+
+    def body(rank):
+        engine, *_ = deepspeed.initialize(model=net(), config=config(stage, 1, 2))
+        model, (x, y) = net(), batches(1, 2)[0][0][0]
+        model(x, y).backward()
+        engine.backward(engine(x, y), scale_wrt_gas=False)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.allreduce_gradients()
+        for mine, theirs in zip(engine.module.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(mine), theirs.grad)
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("backward", [by_engine, by_hand])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_can_be_summed_over_ranks(stage, backward):
+    """gradient_allreduce_op "sum" is the mean times the number of ranks; the loss stays what it is."""
+
+    def body(rank):
+        norms = []
+        for op in ("mean", "sum"):
+            engine, *_ = deepspeed.initialize(model=net(), config=config(stage, 2, 2, gradient_allreduce_op=op))
+            for micro in batches(2, 2)[0]:
+                backward(engine, engine(*micro[rank]))
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        torch.testing.assert_close(norms[1], 2 * norms[0])
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("include", [None, ["optim_states"], ["hp_params", "lp_params"]])
+def test_states_go_and_come_back(include):
+    def body(rank):
+        engine, *_ = deepspeed.initialize(model=net(), config=config(3, 2, 1, bf16={"enabled": True}))
+        engine.backward(engine(*batches(2, 1)[0][0][rank]))
+        engine.step()
+        before = zs.full_state_dict(engine.module, masters=True)
+        engine.offload_states(include, device="cpu", pin_memory=False, non_blocking=True)
+        engine.reload_states()
+        after = zs.full_state_dict(engine.module, masters=True)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_threads(2, body)
+
+
+def test_what_scripts_read_of_the_optimizer():
+    def body(rank):
+        model = net()
+        deepspeed.utils.set_z3_leaf_modules(model, [nn.Sequential])
+        engine, optimizer, *_ = deepspeed.initialize(model=model, config=config(3, 2, 1, bf16={"enabled": True}))
+        assert optimizer.averaged_gradients == {} and optimizer.micro_step_id == 0
+        engine.backward(engine.scale(engine(*batches(2, 1)[0][0][rank]), retain_graph=True))
+        params = list(engine.module.parameters())
+        slices = [deepspeed.utils.safe_get_local_grad(p) for p in params]
+        assert optimizer.micro_step_id == 1
+        assert all(torch.equal(mine.float(), theirs) for mine, theirs in zip(optimizer.averaged_gradients[0], slices, strict=True))
+        assert list(optimizer.get_fp32_grad_partitions()[0]) == list(range(len(params)))
+        assert optimizer.fp32_groups_gradients_flat[0].numel() == sum(p.numel() for p in params)
+        masters = torch.cat([deepspeed.utils.safe_get_local_fp32_param(p) for p in params])
+        assert torch.equal(optimizer.fp32_partitioned_groups_flat[0], masters)
+        assert list(optimizer.leaf_parameters) == [model.blocks] and len(optimizer.leaf_parameters[model.blocks]) == 4
+        scale = optimizer.loss_scale_config
+        assert (scale.dynamic_loss_scale, scale.cur_scale, scale.cur_iter) == (False, 1.0, 0)
+
+    run_threads(2, body)
+
+
+def test_the_classes_that_scripts_ask_for():
+    from zeroshard.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from zeroshard.deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+    from zeroshard.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from zeroshard.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    def shown(stage, client=None, offload=None, **more):
+        given = config(stage, 1, 1, **more)
+        if offload:
+            given["zero_optimization"]["offload_optimizer"] = {"device": offload}
+        engine, *_ = deepspeed.initialize(model=net(), optimizer=client, config=given)
+        return engine
+
+    def body(rank):
+        bf16 = {"bf16": {"enabled": True}}
+        assert isinstance(shown(0).optimizer, FusedAdam)
+        assert isinstance(shown(1, offload="cpu").optimizer.optimizer, DeepSpeedCPUAdam)
+        assert isinstance(shown(0, **bf16).optimizer, FP16_Optimizer)
+        assert isinstance(shown(0, lambda params: torch.optim.SGD(params, lr=0.1), **bf16).optimizer, FP16_UnfusedOptimizer)
+        assert isinstance(shown(1, **bf16, data_types={"grad_accum_dtype": "fp32"}).optimizer, BF16_Optimizer)
+        assert not isinstance(shown(1, **bf16).optimizer, BF16_Optimizer)
+
+    run_threads(1, body)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_muon_of_the_configuration(stage):
+    """The mark of each parameter says who steps it: hidden matrices Muon, the others AdamW."""
+
+    def body(rank):
+        given = config(stage, 2, 1)
+        given["optimizer"] = {"type": "Muon", "params": {"lr": 0.02, "adam_lr": 0.001, "momentum": 0.9}}
+        engine, *_ = deepspeed.initialize(model=net(), config=given)
+        groups = engine.optimizer.param_groups
+        assert [(group["use_muon"], group["lr"]) for group in groups] == [(True, 0.02), (False, 0.001)]
+        for (micro,) in batches(2, 1):
+            engine.backward(engine(*micro[rank]))
+            engine.step()
+        return zs.full_state_dict(engine.module)
+
+    mine, theirs = run_threads(2, body)
+    plain, parameters = net(), {}
+    for name, param in plain.named_parameters():
+        parameters.setdefault(param.dim() == 2, []).append(param)
+    muon = zs.Muon([
+        {"params": parameters[True], "use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.0},
+        {"params": parameters[False], "use_muon": False, "lr": 0.001, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+    ])  # fmt: skip
+    for (micro,) in batches(2, 1):
+        for x, y in micro:
+            (plain(x, y) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        muon.step()
+        muon.zero_grad()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=2e-4, msg=name)
+        assert torch.equal(mine[name], theirs[name])

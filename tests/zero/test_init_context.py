@@ -309,3 +309,19 @@ def test_reset_parameters_after_sharding_acts_on_the_logical_tensors():
     for rank in range(3):
         model, _ = zs.shard(seeded(Block, 7), None, stage=3, comm=FakeComm(rank, 3))
         assert_slices_equal(reset(model), base)
+
+
+def test_a_parameter_smaller_than_the_world_comes_to_its_unit():
+    """Cut at birth as in its unit for one rank, otherwise for another: all gather it, or none."""
+
+    def run(rank):
+        with lock, zs.init(stage=3):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Linear(1, 1), torch.nn.Linear(1, 8))
+        with torch.no_grad():
+            for number, p in enumerate(model.parameters()):
+                p.fill_(number + 1.0)
+        zs.shard(model, None, stage=3)
+        return [p.unique().tolist() for p in zs.full_state_dict(model).values()]
+
+    lock = threading.Lock()
+    assert run_threads(2, run) == [[[float(number + 1)] for number in range(6)]] * 2

@@ -12,7 +12,7 @@ The package reads from top to bottom:
     worker_group.py           all ranks of one contender (a team), seen from the controller
     race.py                   the interleaved rounds
     statistics.py, tables.py  medians, ratios per round, bounds; goals and verdicts, tables as cells
-    micro_benchmark.py        turns and medians of what runs in one process: host_overhead.py, cpu_adam.py, disk.py
+    micro_benchmark.py        turns and medians of what runs in one process: host_overhead.py, cpu_adam.py, codecs.py, disk.py
     checkpoints.py, gpu.py    saving and loading; one GPU: speed on each tier, and the largest models
     report.py, plot.py        what each table shows, the goals; results.json, results.md; the PNG
     command.py                the command line

@@ -5,9 +5,9 @@
 
 Speed is bytes read and written per second: of fp32 values 4 to 1 (int8, fp8) or to 0.5 (int4) and the steps of the blocks; of
 the copy 4 to 4. Contenders take turns in each round; times are medians over rounds, ratios medians of the ratios within a
-round. *whole* is what one writes first: abs, amax, a division, round, clamp and a conversion, each over the whole tensor
-and into memory of its own, most of whose time goes into pages that the system must clear. *whole, kept* is the same with the C allocator told to
-keep what is freed (`keep_host_memory`), as a sharded model does. Values are compared in tests/comm/test_codecs.py.
+round. *whole* is what one writes first: abs, amax, a division, round, clamp and a conversion, each over the whole tensor and
+into memory of its own, whose pages the system clears each time. With MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ set to
+17179869184 they are kept, as `keep_host_memory` keeps them. Values are compared in tests/comm/test_codecs.py.
 
 DeepSpeed's quantizer is no contender: it has kernels for GPUs alone.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.codecs import CODECS, DEFAULT_BLOCK, Codec, codec_of
+from ..comm.codecs import CODECS, DEFAULT_BLOCK, codec_of
 from ..io.aligned import empty_aligned
 from .micro_benchmark import median_ratio, seconds, take_turns
 from .tables import PLAIN, Column, Goal, Sheet, goals_sheet, show
@@ -62,11 +62,13 @@ def whole_unpack(name: str, steps: Tensor, codes: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def measure(numel: int = 1 << 24, rounds: int = 9, *, block: int = DEFAULT_BLOCK, huge_pages: bool = False) -> list[dict[str, Any]]:
+def measure(
+    numel: int = 1 << 24, rounds: int = 9, *, block: int = DEFAULT_BLOCK, huge_pages: bool = False
+) -> list[dict[str, Any]]:
     """One row per contender, on one thread. numel: a multiple of the block.
 
-    Keys: name, ms, bytes_per_value, gb_s (1e9 bytes read and written a second), of_copy: its bytes a second over the memory copy's;
-    over_whole: its speed over that of the same arithmetic over whole tensors, None for these and the copy.
+    Keys: name, ms, bytes_per_value, gb_s (1e9 bytes read and written a second); of_copy: that over the memory copy's;
+    over_whole: speed over that of the same arithmetic over whole tensors, None for these and the copy.
     """
     new = partial(_new, huge_pages=huge_pages)
     values, out = new(4 * numel).view(torch.float32).normal_(), new(4 * numel).view(torch.float32).zero_()
@@ -130,7 +132,7 @@ def sheet(rows: list[dict[str, Any]]) -> Sheet:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; see the head of this file."""
-    parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.codecs", description="Measure packing and unpacking on the CPU.")
+    parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.codecs", description="Measure quantization on the CPU.")
     add = parser.add_argument
     add("--millions", type=int, default=16, help="values, in units of 2^20 (default: 16)")
     add("--rounds", type=int, default=9, help="timed runs of each contender (default: 9)")

@@ -30,7 +30,7 @@ import torch
 from ..cli.arguments import Parser, UsageError
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
-from . import checkpoints, cpu_adam, disk, gpu, host_overhead, plot, report, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, plot, report, statistics
 from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
 from .race import race
@@ -44,6 +44,7 @@ SECTIONS = {  # in the order in which they are run
     "tiers": "the same with states on the host and on disk",
     "host": "micro-benchmarks of the host's work",
     "hostadam": "the host's Adam beside memory copies and peers",
+    "codecs": "quantization on the host beside memory copies",
     "disk": "the file engine beside dd and fio",
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
     "gpu": "one GPU: each tier, and the largest models",
@@ -165,7 +166,7 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 def _measure(plan: Plan, say: Say) -> Results:
     fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _disk, _checkpoints, _gpu), strict=True):
+    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _gpu), strict=True):
         if section in plan.sections:
             try:
                 fields |= run(plan, say)
@@ -203,6 +204,11 @@ def _host(plan: Plan, say: Say) -> dict[str, Any]:
 def _hostadam(plan: Plan, say: Say) -> dict[str, Any]:
     say("host Adam beside memory copies, DeepSpeed's CPUAdam and torch's AdamW")
     return {"hostadam": apart(cpu_adam.measure_section, log_file=plan.out / "logs" / "hostadam.log")}
+
+
+def _codecs(plan: Plan, say: Say) -> dict[str, Any]:
+    say("quantization beside memory copies and whole-tensor arithmetic")
+    return {"codecs": apart(codecs.measure_section, log_file=plan.out / "logs" / "codecs.log")}
 
 
 def _disk(plan: Plan, say: Say) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """Results as tables for people, as results.md for documents, and as results.json for programs.
 
 What each table shows (columns) and what each section aims at (GOALS) is data here; the sections that are programs of
-their own (cpu_adam.py, disk.py, checkpoints.py) bring theirs.
+their own (cpu_adam.py, codecs.py, disk.py, checkpoints.py) bring theirs.
 
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
-with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `disk`, `checkpoints`: what these programs give; `gpu`
-(contenders and the largest models, or why there is none); `goals`. What was not measured is null, never a guess.
+with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`: what these
+programs give; `gpu` (contenders and the largest models, or why there is none); `goals`. What was not measured is null,
+never a guess.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import checkpoints, cpu_adam, disk, gpu, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, statistics
 from .checkpoints import Kepts
 from .host_overhead import HostWork
 from .overlap import Overlap
@@ -98,6 +99,7 @@ class Results:
     disk: dict[str, Any] | None = None  # see disk.run
     skipped: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Kepts] = field(default_factory=list)
+    codecs: list[dict[str, Any]] = field(default_factory=list)  # see codecs.measure
 
     @property
     def races(self) -> tuple[list[Outcome], ...]:
@@ -109,6 +111,7 @@ class Results:
         """Those of the sections that ran."""
         found = goals_of("race", self.outcomes) + goals_of("host", self.host) + goals_of("tiers", self.tiers)
         found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
+        found += codecs.goals(self.codecs)
         found += disk.goals(self.disk) if self.disk else []
         return found + [goal for kepts in self.checkpoints for goal in kepts.goals]
 
@@ -121,6 +124,8 @@ class Results:
         if self.host:
             yield host_sheet(self.host)
         yield from map(cpu_adam.sheet, self.hostadam.values())
+        if self.codecs:
+            yield codecs.sheet(self.codecs)
         if self.disk:
             yield disk.sheet(self.disk)
         for section, why in self.skipped.items():
@@ -290,6 +295,7 @@ def write_json(results: Results, path: Path) -> None:
         } if tiers else None,
         "host_work": asdict(host) | {"unit_ms": {n: host.unit_ms(n) for n in host.step_ms if n != "plain"}} if host else None,
         "hostadam": results.hostadam or results.skipped.get("hostadam"),
+        "codecs": results.codecs or results.skipped.get("codecs"),
         "disk": results.disk or results.skipped.get("disk"),
         "checkpoints": {kepts.size: asdict(kepts) for kepts in results.checkpoints},
         "gpu": results.gpu_skipped or _gpu_entry(results),

@@ -158,9 +158,9 @@ class Draft:
                 file=sys.stderr,
             )
 
-    def publish(self, overwrite: bool = False) -> Path:
-        """Give the complete checkpoint its name, for good, and point `latest` to it. With nothing changed it raises OSError,
-        or CheckpointError: another save may have taken the name meanwhile.
+    def publish(self, overwrite: bool = False, latest: bool = True) -> Path:
+        """Give the complete checkpoint its name, for good, and (latest) point `latest` to it. With nothing changed it raises
+        OSError, or CheckpointError: another save may have taken the name meanwhile.
 
         The pointer comes first, with the one before on a second line: as long as there is no checkpoint of the new name that
         counts, and one rename makes both right. Not so where a checkpoint is replaced, to which it would point meanwhile.
@@ -169,18 +169,20 @@ class Draft:
         target, old = self.root / self.name, self.root / f".{self.name}.{self.token}.old"
         pointer, replaces = self.root / LATEST, target.exists()
         before, counts = _bytes_of(pointer), _pointed(self.root, complete(self.root))
-        write_whole(self.path / LATEST, f"{self.name}\n".encode(), named=False)
+        if latest:
+            write_whole(self.path / LATEST, f"{self.name}\n".encode(), named=False)
         try:
-            if not replaces:
+            if latest and not replaces:
                 both = "".join(f"{name}\n" for name in (self.name, counts) if name)
                 write_whole(self.path / _BOTH, both.encode(), named=False)
             sync(self.path)  # the names of all that is in it
             if replaces:
                 os.rename(target, old)
-            else:
+            elif latest:
                 os.replace(self.path / _BOTH, pointer)
             os.rename(self.path, target)
-            os.replace(target / LATEST, pointer)
+            if latest:
+                os.replace(target / LATEST, pointer)
             sync(self.root)
         except OSError as error:
             if error.errno in (EEXIST, ENOTEMPTY) and not replaces:  # a save elsewhere, to which `latest` points rightly

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..io.tensor_reader import Stored, StoredTensor
 from . import dcp
 from .directory import absolute, sync
@@ -61,6 +61,7 @@ def export(
     max_shard_nbytes: int = 5_000_000_000,
     config: Any = None,
     prefix: str = "",
+    names: Iterable[str] | None = None,
     verify: bool = True,
 ) -> Exported:
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
@@ -77,6 +78,7 @@ def export(
         config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
             the checkpoint keeps under extra["hf_config"], if anything.
         prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
+        names: export these alone, as they are named in the checkpoint.
         verify: first read everything and compare checksums.
 
     Raises:
@@ -89,6 +91,8 @@ def export(
     settings = None if config is None else _read_config(config)
     for looks in range(LOOKS, 0, -1):
         opened = open_any(Alone(), path, name, verify=verify, values=False)
+        if names is not None:
+            _choose(opened, set(names))
         if prefix:
             _narrow(opened, prefix)
         try:
@@ -174,6 +178,14 @@ def _kept_config(opened: Opened) -> dict[str, Any]:
             f"zs.export: {opened.path}: extra[{CONFIG!r}] is an object of a class that torch does not load by itself: give "
             f"config= (model.config, or a config.json), and save extra={{{CONFIG!r}: model.config.to_dict()}}."
         ) from None
+
+
+def _choose(opened: Opened, names: set[str]) -> None:
+    """Only those; raises ConfigError where one is not there."""
+    if absent := names - opened.model.keys():
+        raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
+    opened.model = {name: stored for name, stored in opened.model.items() if name in names}
+    opened.module_readers = {name: reader for name, reader in opened.module_readers.items() if name in names}
 
 
 def _narrow(opened: Opened, prefix: str) -> None:

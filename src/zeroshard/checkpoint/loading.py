@@ -83,6 +83,7 @@ def load(
     verify: bool | str = True,
     rng: bool = True,
     trusted: bool = False,
+    strict: bool = True,
 ) -> Loaded:
     """Load a checkpoint into a sharded model and optimizer, in place (collective). Gradients that were accumulated are dropped.
 
@@ -105,6 +106,8 @@ def load(
             had, and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
             asked for is refused, and others are left unread, which a line on stderr says.
+        strict: False: parameters and buffers that it lacks stay as they are, and what the model has not is passed over. Shapes,
+            members of groups, and the base model of what was saved without it, must be the same.
 
     Raises:
         CheckpointNotFound: no complete checkpoint there; CheckpointIncomplete: but one without its manifest.
@@ -118,18 +121,18 @@ def load(
     """
     if torch.is_inference_mode_enabled():  # states made there could not be changed by any step
         with torch.inference_mode(False), torch.no_grad():
-            return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted)
+            return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted, strict=strict)
     runtime, wanted = runtime_of(model), extra or {}
     runtime.attendance.refuse("zs.load")
-    core = _agree(runtime, path, optimizer, name, verify, wanted)
-    _await_save(runtime)
-    loading, extras = _put(runtime, core, path, name, verify, trusted, wanted)
+    core = _agree(runtime, path, optimizer, name, verify, strict, wanted)
+    await_save(runtime)
+    loading, extras = _put(runtime, core, path, name, verify, trusted, strict, wanted)
     how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
 def _put(
-    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool,
+    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
     """Find, compare, and put into place; what is there of `wanted`."""
@@ -137,7 +140,7 @@ def _put(
         with ExitStack() as held:
             in_bulk = partial(_bulk_of, held, runtime, core) if verify is True else None
             opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, in_bulk=in_bulk)
-            loading = _Loading(runtime, core, opened)
+            loading = _Loading(runtime, core, opened, strict)
             try:
                 extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
                 loading.check_base()
@@ -150,7 +153,7 @@ def _put(
 
 
 def _agree(
-    runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, extra: Any
+    runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any
 ) -> OptimizerCore | None:
     """All ranks ask for the same, and for what can be; the optimizer's core (collective)."""
     core, mine, problem = None, {}, None
@@ -161,8 +164,8 @@ def _agree(
         check_named(extra, "zs.load")
         if verify not in (True, False, "before"):
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
-        given = None if optimizer is None else "given"
-        mine = {"path": places.absolute(path), "optimizer": given, "name": None if name is None else os.fspath(name), "verify": verify}
+        given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
+        mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
     except Exception as error:
         problem = telling(error, "zs.load", runtime.comm.rank)
     everyone = exchange_values(runtime.comm, (problem, mine), "zs.load: begin")
@@ -175,7 +178,7 @@ def _agree(
     return core
 
 
-def _await_save(runtime: Runtime) -> None:
+def await_save(runtime: Runtime) -> None:
     """What this model saves in the background is complete, or has failed: the next save tells that (collective)."""
     last = runtime.saver.last if runtime.saver is not None else None
     if last is not None and not last.told:
@@ -204,8 +207,8 @@ def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened) -> None:
-        self.runtime, self.core, self.opened = runtime, core, opened
+    def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened, strict: bool) -> None:
+        self.runtime, self.core, self.opened, self.strict = runtime, core, opened, strict
         self.comm = runtime.comm
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
@@ -243,7 +246,7 @@ class _Loading:
                     missing.append(f"{name} {shape}")
         problems = untied + self._compare_buffers(missing, mismatched, used)
         problems += self._compare_optimizer() + self._find_slices(extra)
-        if missing and self.opened.trained_only:
+        if missing and self.strict and self.opened.trained_only:
             problems.append(
                 "  It holds what was trained alone; the model trains more now. Load it into the model as it was frozen then and "
                 "unfreeze afterwards (zs.close, requires_grad_(True), zs.shard), or save with trained_only=False."
@@ -274,6 +277,7 @@ class _Loading:
         problems = module_state.compare(self.runtime.model, model, missing, mismatched, used)
         same = {first for alias, first in ties.items() if alias in used} | ties.keys()
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
+        missing, unexpected = (missing, unexpected) if self.strict else ([], [])
         known = [entry.split(" ")[0] for entry in unexpected]
         missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
         lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected, "of another shape": mismatched}
@@ -308,7 +312,7 @@ class _Loading:
         names: dict[Any, str] = dict(self.aliases)
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
             kinds = [_KINDS & group.keys() for group in (given, mine)]
-            if kinds[0] != kinds[1]:
+            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # else options were not saved
                 options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
                 told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
@@ -379,6 +383,8 @@ class _Loading:
             for other in everyone[1:]:
                 total = total + other[key]
             saved = self.opened.frozen.get(key)
+            if saved is None and not self.strict:
+                continue
             if saved is None or not total.same(Identity(*saved)):
                 tiled = saved is None and name_left_out(key) in map(name_left_out, self.opened.frozen)
                 known = saved[2] if saved else "in other tiles: zs.tile this model as that one was" if tiled else "nothing"
@@ -423,10 +429,11 @@ class _Loading:
                     check(found[name])
                 except Exception as error:
                     raise self._refused(name, error, "nothing was changed") from error
-        left = sorted(unread if self.comm.rank == 0 else unread.keys() - self.opened.shared_extras.keys())
-        if left:
-            what = f"extra {', '.join(left)} of rank {self.comm.rank}"
-            print(f"zeroshard: {self.opened.path}: left {what} unread, which needs trusted=True", file=sys.stderr)
+        alike, ours = self.opened.shared_extras.keys(), self.opened.ours
+        if left := sorted(unread if self.comm.rank == 0 else unread.keys() - alike if ours else ()):
+            why = "which needs trusted=True" if ours else "of classes that are not loaded from files of others"
+            what = f"extra {', '.join(left)} of rank {self.comm.rank} unread, {why}"
+            print(f"zeroshard: {self.opened.path}: left {what}", file=sys.stderr)
         return found
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
@@ -541,6 +548,8 @@ class _Loading:
         if own is None:  # a foreign one: as many steps as it, or its busiest parameter, has taken
             counts = [int(state.scalars["step"]) for state in self.states.values() if "step" in state.scalars]
             runtime.progress.steps = self.opened.step or max(counts, default=0)
+            if runtime.progress.scaler is not None and self.opened.scaler is not None:
+                runtime.progress.scaler.load(self.opened.scaler)
             return
         runtime.progress.load(own)
 

@@ -51,6 +51,8 @@ def save(
     keep_every: int | None = None,
     trained_only: bool | None = None,
     overwrite: bool = False,
+    latest: bool = True,
+    files: dict[str, bytes] | None = None,
 ) -> Save:
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
@@ -74,6 +76,8 @@ def save(
             keep_every: but keep those of steps that are a multiple of it.
         trained_only: leave out parameters that are not trained, and record what they were; None: if there are any.
         overwrite: replace a checkpoint of this name; what is no checkpoint is never replaced.
+        latest: whether `latest` is to name this one: what a load without a name takes.
+        files: by name, what rank 0 writes beside the rest for other programs; no load looks at them.
 
     Raises:
         CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
@@ -91,24 +95,26 @@ def save(
     try:
         runtime.check_model()
         core = core_of(runtime, optimizer, "zs.save")
-        plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite)
+        plan = _plan(runtime, path, step, name, asynchronous, if_busy, keep_last, keep_every, trained_only, overwrite, latest)
         extras, slices = serialised(extra), slices_of(extra, model)
+        _check_files(files or {})
     except Exception as error:
         problem = telling(error, "zs.save", runtime.comm.rank)
     shared = _agree(runtime.comm, plan, extras, problem)
     assert plan is not None
-    return _write(saver, plan, core, {name: each.content for name, each in extras.items()}, slices, shared, begin)
+    return _write(saver, plan, core, {name: each.content for name, each in extras.items()}, slices, shared, files or {}, begin)
 
 
 def _write(
-    saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str], begin: float
-) -> Save:
+    saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
+    files: dict[str, bytes], begin: float,
+) -> Save:  # fmt: skip
     """One save at a time, into a draft, which goes where the save does not come about."""
     saver.runtime.values.agree()
     _await_last(saver, plan)
     draft = _make_draft(saver.runtime.comm, plan)
     try:
-        return Writing(saver, plan, draft, core, extras, slices, shared, begin).run()
+        return Writing(saver, plan, draft, core, extras, slices, shared, files, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
@@ -137,7 +143,7 @@ def check_idle(runtime: Runtime, verb: str) -> None:
 
 def _plan(
     runtime: Runtime, path: Any, step: int | None, name: str | None, asynchronous: bool, if_busy: str,
-    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool,
+    keep_last: int | None, keep_every: int | None, trained_only: bool | None, overwrite: bool, latest: bool,
 ) -> Plan:  # fmt: skip
     if if_busy not in ("wait", "refuse"):
         raise ConfigError(f"zs.save: if_busy: expected 'wait' or 'refuse', got {if_busy!r}.")
@@ -155,7 +161,13 @@ def _plan(
     some_frozen = any(not group.trainable for group in runtime.groups) and any(g.trainable for g in runtime.groups)
     trained_only = some_frozen if trained_only is None else trained_only and some_frozen
     root = places.absolute(path)
-    return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only)
+    return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
+
+
+def _check_files(files: dict[str, bytes]) -> None:
+    for name in files:
+        if not places.valid_name(name) or name.startswith("rank-") or name in (places.MANIFEST, places.LOCK):
+            raise ConfigError(f"zs.save: files: {name!r} is not a name that can be given here.")
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:

@@ -42,6 +42,9 @@ class Opened:
     facts: dict[str, Any] = field(default_factory=dict)
     module_objects: dict[str, Any] = field(default_factory=dict)  # what modules keep in state dicts that is no tensor
     module_readers: dict[str, Callable[[], Any]] = field(default_factory=dict)  # the same, still unread
+    extras: dict[str, Any] = field(default_factory=dict)
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras (ours: without trusted=True), and why
+    scaler: dict[str, Any] | None = None  # the loss scale of others, as ours is kept in `progress`
     # ours alone:
     optimizer: str | None = None  # its class
     ties: dict[str, str] = field(default_factory=dict)  # another name of a parameter -> its name
@@ -49,9 +52,7 @@ class Opened:
     frozen: dict[str, list] = field(default_factory=dict)  # name -> fields of the Identity of what was left out
     scalars: list[str] | None = None  # keys of states that are one number a parameter; None: not known
     progress: dict[str, Any] | None = None  # steps taken, loss scale
-    extras: dict[str, Any] = field(default_factory=dict)
     slices: dict[str, dict[str, Stored]] = field(default_factory=dict)  # name of an extra -> parameter -> what it keeps of it
-    unread: dict[str, CheckpointError] = field(default_factory=dict)  # extras of this rank that only trusted=True reads, and why
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
     per_rank: frozenset[str] = frozenset()
     saved_names: dict[str, str] = field(default_factory=dict)  # where `fit` has found another name

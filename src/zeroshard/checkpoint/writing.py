@@ -70,6 +70,7 @@ class Plan:
     keep_last: int | None
     keep_every: int | None
     trained_only: bool
+    latest: bool
 
 
 class Save:
@@ -175,14 +176,14 @@ class Writing:
 
     def __init__(
         self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
-        slices: dict[str, holding.Slices], shared: set[str], begin: float,
+        slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
         self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
         self.runtime, self.comm = saver.runtime, saver.runtime.comm
         self.draft = draft if isinstance(draft, places.Draft) else None
         self.folder = draft.path if isinstance(draft, places.Draft) else draft
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
-        self.extras, self.slices = extras, slices
+        self.extras, self.slices, self.files = extras, slices, files
         self.stem = f"rank-{self.comm.rank:05d}"
         self.file = self.folder / f"{self.stem}.distcp"
         self.held: int | None = None  # the lock that tells that this rank is alive
@@ -355,7 +356,9 @@ class Writing:
             listing.write(self.folder, listing.join(whole, self._facts(), listed), listed, self.metadata)
             for name in names:
                 name.unlink()
-            self.draft.publish(self.plan.overwrite)
+            for file, content in self.files.items():
+                places.write_whole(self.folder / file, content, named=False)
+            self.draft.publish(self.plan.overwrite, self.plan.latest)
         try:
             places.prune(Path(self.plan.root), self.plan.name, self.plan.keep_last, self._keeps)
         except Exception as error:  # this checkpoint is complete nevertheless

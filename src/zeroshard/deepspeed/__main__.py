@@ -1,5 +1,6 @@
 """python -m zeroshard.deepspeed script.py ... | -m module ...: run it with `import deepspeed` finding zeroshard."""
 
+import importlib
 import os
 import runpy
 import sys
@@ -19,6 +20,8 @@ def main() -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
+        if sys.argv[0].startswith("deepspeed."):  # one of the modules that are made from the table
+            sys.exit(importlib.import_module(sys.argv[0]).main())
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         return
     if not os.path.isfile(arguments[0]):

@@ -13,7 +13,7 @@ from ..zero.unit import ParamGroup
 from .whole_matrix import declared
 
 _NOT_ELEMENTWISE = {
-    "ADAFACTOR": "has states of a parameter's rows and columns",
+    "ADAFACTOR": "has states of a parameter's rows and columns (torch.optim.Adafactor is served)",
     "LARS": "scales each parameter's update by the norms of the whole",
     "LBFGS": "takes products of whole gradients, and calls its closure several times",
     "LAMB": "scales each parameter's update by the norms of the whole",

@@ -37,12 +37,14 @@ def attach(runtime: Runtime) -> None:
         if unit.sharded:
             for module in unit.modules:
                 _attach_unit(runtime, unit, module)
+                module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
                 runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
     _attach_root(runtime)
-    for module in _resizable(runtime.model):
-        module.__dict__["resize_token_embeddings"] = functools.partial(_resize, module)
+    runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
+    for module, name in _replaced(runtime.model):
+        module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
 
 
 def detach(runtime: Runtime) -> None:
@@ -53,10 +55,11 @@ def detach(runtime: Runtime) -> None:
         handle.remove()
     for module, compiled in runtime.compiled:
         module._compiled_call_impl = compiled
-    for name in ("zero_grad", "__reduce_ex__"):
-        runtime.model.__dict__.pop(name, None)
-    for module in _resizable(runtime.model):
-        module.__dict__.pop("resize_token_embeddings", None)
+    runtime.model.__dict__.pop("zero_grad", None)
+    for module in (runtime.model, *(module for unit in runtime.units for module in unit.modules)):
+        module.__dict__.pop("__reduce_ex__", None)
+    for module, name in _replaced(runtime.model):
+        module.__dict__.pop(name, None)
     runtime.handles, runtime.compiled = [], []
 
 
@@ -92,7 +95,6 @@ def _attach_root(runtime: Runtime) -> None:
     runtime.handles.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(model.register_forward_hook(after, always_call=True))
     model.__dict__["zero_grad"] = zero_grad
-    model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # pickle would come to a hook first, and say nothing of use
 
 
 def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -106,9 +108,10 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
 register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process
 
 
-def _resizable(model: nn.Module) -> list[nn.Module]:
-    """Modules whose class (of Transformers) gives the embedding and the head another number of rows."""
-    return [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
+def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Methods of Transformers' models that go by what a sharded model has: (module, name)."""
+    models = [module for module in model.modules() if hasattr(type(module), "resize_token_embeddings")]
+    return [(module, name) for module in models for name in _OF_TRANSFORMERS if hasattr(type(module), name)]
 
 
 def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -123,6 +126,15 @@ def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: 
             "and zs.shard() again. Nothing was changed."
         )
     return type(module).resize_token_embeddings(module, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+
+def _save(module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Who does not write needs no weights: only the main process has them, in a loop that collects them there."""
+    state_dict = {} if state_dict is None and not is_main_process else state_dict
+    return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
+
+
+_OF_TRANSFORMERS = {"resize_token_embeddings": _resize, "save_pretrained": _save}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:

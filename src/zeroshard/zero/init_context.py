@@ -43,8 +43,13 @@ class BirthHome:
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
         self.origin: Origin | None = None
-        part = -(-numel // comm.world_size)
-        self.start, self.stop = min(comm.rank * part, numel), min((comm.rank + 1) * part, numel)
+        self.numel, self.part = numel, -(-numel // comm.world_size)
+        self.start, self.stop = self.cut(comm.rank)
+
+    def cut(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the elements of a rank; (0, 0) where it has none."""
+        start = rank * self.part
+        return (start, min(start + self.part, self.numel)) if start < self.numel else (0, 0)
 
     def before_write(self) -> None:
         """The slice is this rank's own memory: nothing to wait for."""

@@ -28,7 +28,7 @@ from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
-from .unit import ParamGroup, ParamSpec, Unit
+from .unit import ParamGroup, ParamHome, ParamSpec, Unit
 
 _STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
 _LANDINGS = _STAGING_BUFFERS + 1
@@ -407,7 +407,7 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
     """Put a whole (or alike sharded) value of parameter `index` into this rank's part of the buffers."""
     group.begin_write()
     home = group.homes[index]
-    piece = _piece_of(value, home.start, home.stop)
+    piece = _piece_of(value, home)
     group.set_local(index, piece)
     if not group.values.sharded:
         group.values.views[index].copy_(_whole_of(value))
@@ -417,13 +417,14 @@ def write_value(group: ParamGroup, index: int, value: Tensor) -> None:
         masters.rest.store(masters.range(index)[0], _whole_of(value).reshape(-1) if masters.whole else piece)
 
 
-def _piece_of(value: Tensor, start: int, stop: int) -> Tensor:
-    """Elements [start, stop) of the flattened value. A born-sharded value is gathered first (collective)."""
-    if isinstance(value, ShardedTensor):
-        if (value._home.start, value._home.stop) == (start, stop):
-            return value._local
-        return value.full_tensor().reshape(-1)[start:stop]
-    return value.detach().reshape(-1)[start:stop]
+def _piece_of(value: Tensor, home: ParamHome) -> Tensor:
+    """This rank's elements of the flattened value. A value that was born otherwise cut is gathered first (collective)."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().reshape(-1)[home.start : home.stop]
+    born = value._home  # ranks must decide alike: a small parameter may be cut alike for some of them alone
+    if all(born.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
+        return value._local
+    return value.full_tensor().reshape(-1)[home.start : home.stop]
 
 
 def _whole_of(value: Tensor) -> Tensor:

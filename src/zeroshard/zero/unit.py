@@ -90,6 +90,11 @@ class ParamHome:
         """Of a frozen parameter that somebody pickles: what comes back belongs to no sharded model."""
         return type(None), ()
 
+    def cut(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the elements of a rank; (0, 0) where it has none."""
+        piece = self.group.layout.piece(self.index, rank)
+        return piece.start, piece.stop
+
     def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
         """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
         return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)

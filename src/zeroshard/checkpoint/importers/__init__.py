@@ -2,7 +2,7 @@
 
     *.safetensors, their index, folders         Hugging Face
     *.pt, *.bin, ...; pytorch_model*.bin        torch.save
-    latest, *_model_states.pt                   DeepSpeed
+    latest, *_model_states.pt                   DeepSpeed; with a folder zero beside them: its universal checkpoints
     .metadata                                   torch.distributed.checkpoint (FSDP2)
 """
 
@@ -17,6 +17,7 @@ from ...errors import CheckpointError, CheckpointNotFound
 from ..source import Opened
 from .dcp_folder import open_distributed
 from .deepspeed import open_deepspeed, tag_folder
+from .deepspeed_universal import is_universal, open_universal
 from .safetensors import index_folder
 from .torch_state_dict import WHOLE, bin_index, open_state_dict
 
@@ -36,7 +37,7 @@ def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:
     if not path.is_dir():
         return None
     if tag_folder(path) is not None:
-        return lambda where, trusted: open_deepspeed(where)
+        return lambda where, trusted: (open_universal if is_universal(where) else open_deepspeed)(where)
     if (path / ".metadata").is_file():
         return open_distributed
     if any(path.glob("*.safetensors")):

@@ -15,6 +15,8 @@ tells which stretches of a rank's slice belong to whom.
 Stage 3: each parameter is cut over the ranks by itself, ceil(numel / ranks) elements each; a rank's pieces lie one after another.
 
     rank 0    | embedding . . . | hidden . . | out . |          rank 1    | embedding . . . | hidden . . | out . |
+
+What rank 0's model file has besides the model (counters, scheduler, client state, configuration) are extras of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
 from ...io.tensor_reader import StoredBoxes, StoredTensor
-from ..source import Opened
-from .torch_file import is_tensor, open_torch_file, value_of
+from ..source import Opened, Untrusted
+from .torch_file import StandIn, is_tensor, open_torch_file, plain, value_of
 from .torch_state_dict import objects_of
 
 _RANK = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OF_THE_MODEL = {
+    "module", "optimizer", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params",
+}  # fmt: skip
 Stretches = dict[str, list[tuple[int, int, int, int, int]]]  # name -> (first, count, rank, flat number, offset in it)
 
 
@@ -48,14 +53,7 @@ def tag_folder(path: Path) -> Path | None:
 
 def open_deepspeed(path: Path) -> Opened:
     """Raises CheckpointError: of a model that is cut in other ways as well, or with files missing."""
-    folder = tag_folder(path)
-    if folder is None:
-        raise CheckpointNotFound(f"{path}: expected a checkpoint of DeepSpeed.")
-    if any(folder.glob("*mp_rank_01_*")) or any(folder.glob("layer_*")):
-        raise CheckpointError(
-            f"{folder}: tensor-parallel, pipeline and expert checkpoints of DeepSpeed can not be read; merge them with its own "
-            "tools first."
-        )
+    folder = checked_folder(path)
     files = _optimizer_files(folder)
     optimizers = [open_torch_file(file)["optimizer_state_dict"] for file in files]
     stage3 = bool(optimizers) and "fp32_flat_groups" in optimizers[0]
@@ -64,16 +62,67 @@ def open_deepspeed(path: Path) -> Opened:
     else:
         models = [open_torch_file(folder / "mp_rank_00_model_states.pt")]
     first = models[0]
-    opened = Opened(path, "DeepSpeed", _unsharded(first, models, stage3), step=int(first.get("global_steps") or 0))
-    opened.module_readers = objects_of(first["module"], folder)
-    opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
+    opened = Opened(path, "DeepSpeed", unsharded(first, models, stage3))
+    describe(opened, first, folder)
     if optimizers:
         _check_count(folder, optimizers)
         _add_flat(opened, first, optimizers, stage3)
+        opened.scaler = scaler_of(optimizers[0].get("loss_scaler"))
+    elif isinstance(first.get("optimizer"), Mapping):
+        _add_numbered(opened, first["optimizer"])
     for alias, name in (first.get("shared_params") or {}).items():
         if name in opened.model:
             opened.model[alias] = opened.model[name]
     return opened
+
+
+def _add_numbered(opened: Opened, optimizer: Any) -> None:
+    """States of stage 0, by the parameters' numbers. Masters of 16-bit values have no names there, and are left."""
+    optimizer = optimizer.get("optimizer_state_dict", optimizer)
+    if isinstance(optimizer.get("state"), Mapping):
+        opened.states = {number: dict(state) for number, state in optimizer["state"].items()}
+        opened.groups = [{key: value_of(value) for key, value in group.items()} for group in optimizer["param_groups"]]
+
+
+def checked_folder(path: Path) -> Path:
+    """The folder with the files. Raises CheckpointError where they are of a kind that is not read."""
+    folder = tag_folder(path)
+    if folder is None:
+        raise CheckpointNotFound(f"{path}: expected a checkpoint of DeepSpeed.")
+    if any(folder.glob("*mp_rank_01_*")) or any(folder.glob("layer_*")):
+        raise CheckpointError(
+            f"{folder}: tensor-parallel, pipeline and expert checkpoints of DeepSpeed can not be read; merge them with its own "
+            "tools first."
+        )
+    return folder
+
+
+def describe(opened: Opened, first: Any, folder: Path) -> None:
+    """What a rank's model file tells besides tensors: facts, and extras, as far as they are plain values."""
+    opened.step = int(first.get("global_steps") or 0)
+    opened.module_readers = objects_of(first["module"], folder)
+    opened.facts = {"step": opened.step, "deepspeed": first.get("ds_version"), "world_size": first.get("dp_world_size")}
+    for name, value in first.items():
+        if name in _OF_THE_MODEL or value is None:
+            continue
+        try:
+            opened.extras[name] = plain(value, f"{folder}: {name}")
+        except Untrusted as error:
+            opened.unread[name] = error
+    if first.get("param_shapes"):  # else it does not tell them apart
+        told = {name for group in first["param_shapes"] for name in group} | set(first["buffer_names"])
+        others = first["module"].keys() - told - (first.get("shared_params") or {}).keys()
+        opened.facts["frozen"] = sorted(others)
+
+
+def scaler_of(saved: Any) -> dict[str, Any] | None:
+    """The state of a dynamic loss scale, as zeroshard keeps it; None where there was none."""
+    known = vars(saved) if isinstance(saved, StandIn) else {}
+    if not {"cur_scale", "cur_iter", "last_overflow_iter", "scale_window"} <= known.keys():
+        return None
+    good = known["cur_iter"] - known["last_overflow_iter"] - 2  # the step after an overflow, and the first, do not count
+    good = good % known["scale_window"] if good > 0 else good
+    return {"scale": float(known["cur_scale"]), "good_steps": good, "patience": known.get("cur_hysteresis", 1)}
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
@@ -92,7 +141,7 @@ def _check_count(folder: Path, optimizers: list[Any]) -> None:
         raise CheckpointCorrupt(str(folder), 0, f"optimizer states of {count} ranks", f"of {len(optimizers)}")
 
 
-def _unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
+def unsharded(first: Any, models: list[Any], stage3: bool) -> dict[str, Any]:
     """What is stored by name: all at stages 0 to 2; buffers, and frozen parameters in pieces, at stage 3."""
     if not stage3:
         return {name: value for name, value in first["module"].items() if is_tensor(value)}
@@ -118,8 +167,12 @@ def _add_flat(opened: Opened, first: Any, optimizers: list[Any], stage3: bool) -
     for name, shape in by_name.items():
         opened.model[name] = _assemble(opened.path, name, shape, stretches[name], flats)
     inner = [optimizer.get("optimizer_state_dict" if stage3 else "base_optimizer_state") for optimizer in optimizers]
+    if all(isinstance(state, list) for state in inner):  # "elastic" checkpoints: states by group, and no options of groups
+        listed: list[Any] = inner
+        groups = [{"params": [number]} for number in range(len(shapes))]
+        inner = [{"state": dict(enumerate(states)), "param_groups": groups} for states in listed]
     if not all(isinstance(state, Mapping) and "state" in state for state in inner):
-        return  # "elastic" checkpoints, and optimizers that keep their states elsewhere: the values alone
+        return  # optimizers that keep their states elsewhere: the values alone
     opened.groups = []
     for group in inner[0]["param_groups"]:
         members = [name for number in group["params"] for name in shapes[number]]

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...errors import CheckpointError
 from ...io.tensor_reader import Stored, StoredTensor, Stretch
 from ..dcp import Window
+from ..source import Untrusted
 
 _LOCK = threading.Lock()  # torch's list of allowed classes is one for all threads
 
@@ -140,3 +141,14 @@ def value_of(stored: Any) -> Any:
     value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
     stored.read(0, value.view(-1))
     return value
+
+
+def plain(value: Any, where: str) -> Any:
+    """With its tensors read. Raises Untrusted where it has an object of another class."""
+    if isinstance(value, Mapping):
+        return {key: plain(entry, where) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(plain(entry, where) for entry in value)
+    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
+        raise Untrusted(f"{where}: an object of a class that torch does not load by itself, which is not read from such files.")
+    return value_of(value)

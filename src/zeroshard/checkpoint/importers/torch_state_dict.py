@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...errors import CheckpointError
 from ..safetensors import is_extra_state
-from ..source import Opened, Untrusted
+from ..source import Opened
 from .safetensors import is_index, merged, read_index
-from .torch_file import StandIn, is_tensor, open_torch_file, value_of
+from .torch_file import is_tensor, open_torch_file, plain, value_of
 
 MODEL_KEYS = ("model_state_dict", "state_dict", "model", "module")
 OPTIMIZER_KEYS = ("optimizer_state_dict", "optimizer", "optim")
@@ -75,18 +73,7 @@ def _tensors_of(state: Any, path: Path) -> dict[str, Any]:
 def objects_of(state: Mapping[str, Any], path: Path) -> dict[str, Callable[[], Any]]:
     """Readers of what modules keep in a state dict that is no tensor (get_extra_state), by name."""
     return {
-        name: partial(_plain, value, f"{path}: {name}")
+        name: partial(plain, value, f"{path}: {name}")
         for name, value in state.items()
         if isinstance(name, str) and is_extra_state(name) and not is_tensor(value)
     }
-
-
-def _plain(value: Any, where: str) -> Any:
-    """With its tensors read. Raises Untrusted where it has an object of another class."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry, where) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)(_plain(entry, where) for entry in value)
-    if isinstance(value, StandIn) or (isinstance(value, type) and issubclass(value, StandIn)):
-        raise Untrusted(f"{where}: an object of a class that torch does not load by itself, which is not read from such files.")
-    return value_of(value)

@@ -4,7 +4,8 @@
     parts of several ranks --unpack_sum--> out (numel,) = [out +] scale * their sum, in fp32, in the order of parts
 
 How many bytes there are follows from numel alone, so peers need not tell each other. Equal values give equal bytes on
-every rank, whatever its device.
+every rank, whatever its device. All of it runs under the caller's `torch.no_grad()`, on the current stream; on a GPU nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class Codec(ABC):
         for begin in range(0, numel, max(chunk, 1)):
             target = out[begin : begin + chunk]
             total = target if scratch is None else scratch[: target.numel()]
-            self._sum_stretch(parts, numel, begin, total, term[: total.numel()])
+            self._unpack_stretch(parts[0], numel, begin, total)
+            for part in parts[1:]:
+                self._add_stretch(part, numel, begin, total, term[: total.numel()])
             if scale != 1.0:
                 total.mul_(scale)
             if scratch is not None:
@@ -94,17 +97,16 @@ class Codec(ABC):
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
         """out (n,), fp32 = values begin to begin + n of the `numel` that are packed; `begin` is a multiple of CHUNK_NUMEL."""
 
-    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        """total (n,) = the sum of that stretch of all parts, in their order; term (n,): scratch. Both fp32."""
-        self._unpack_stretch(parts[0], numel, begin, total)
-        for part in parts[1:]:
-            self._unpack_stretch(part, numel, begin, term)
-            total.add_(term)
+    def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        """total (n,), fp32 = total + what `_unpack_stretch` gives; term (n,), fp32: scratch."""
+        self._unpack_stretch(packed, numel, begin, term)
+        total.add_(term)
 
     def _check(self, values: Tensor, packed: Tensor, name: str) -> None:
         nbytes = self.packed_nbytes(values.numel())
         if values.dim() != 1 or not values.dtype.is_floating_point or values.dtype.itemsize < 2 or not values.is_contiguous():
-            raise ValueError(f"{self.name}: {name}: expected a contiguous (numel,) of fp32, fp64, bf16 or fp16, got {_what(values)}")
+            expected = "a contiguous (numel,) of fp32, fp64, bf16 or fp16"
+            raise ValueError(f"{self.name}: {name}: expected {expected}, got {_what(values)}")
         if packed.shape != (nbytes,) or packed.dtype != torch.uint8 or not packed.is_contiguous():
             raise ValueError(f"{self.name}: packed: expected a contiguous ({nbytes},) of uint8, got {_what(packed)}")
         if values.device != packed.device:

@@ -1,4 +1,4 @@
-"""PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
+"""PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): gradients of matrices as products of two thin ones.
 
     M (n, m)  the gradient of a matrix on this rank, and the error that was left of the last one
     P (n, r) = mean over ranks of M Q, orthogonalized         one all-reduce of all P, and of what is not compressed
@@ -6,7 +6,8 @@
     M is sent as P Q^T: r (n + m) values, not n m;  error = M - P (M^T P)^T, of this rank's own M
 
 Q is that of the last step: one step of subspace iteration each time, so P and Q follow the largest singular vectors. Vectors,
-and matrices that would not become smaller, travel as they are. All ranks start from the same Q, and orthogonalize the same P.
+and matrices that would not become smaller, travel as they are. All ranks start from the same Q and orthogonalize the same P: on
+machines of one kind, so that they get the same.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class LowRank:
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
         self.rank, self.numel = rank, numel
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         self._matrices: list[_Matrix] = []
         self._ps: list[Tensor] = []  # between `second` and `finish`: P of each, and this rank's own Q
         self._own: list[Tensor] = []
@@ -57,10 +58,10 @@ class LowRank:
         for offset, shape in sorted((offset, tuple(shape)) for offset, shape in slots):
             begin, end = end, offset + math.prod(shape)
             if offset < begin or end > numel:
-                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots that do not overlap, within {numel} elements")
+                raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots apart, within {numel} elements")
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if rank * (n + m) < n * m:
-                q = torch.randn(m, rank, generator=generator).to(device)
+                q = torch.randn(m, rank, generator=generator, device="cpu").to(device)
                 self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
                 self._plain.append(slice(plain_begin, offset))
                 plain_begin = end

@@ -12,7 +12,6 @@ of a slice stays visible. Alone it stalls, since small values never arrive: use 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -58,14 +57,11 @@ class TopK(Codec):
 
     def _unpack_stretch(self, packed: Tensor, numel: int, begin: int, out: Tensor) -> None:
         assert begin == 0 and out.numel() == numel
-        if numel:
-            self._unpack(packed, out)
+        self._unpack(packed, out)
 
-    def _sum_stretch(self, parts: Sequence[Tensor], numel: int, begin: int, total: Tensor, term: Tensor) -> None:
-        self._unpack_stretch(parts[0], numel, begin, total)
-        for part in parts[1:] if numel else ():  # places of one part differ: each value is added once, in the order of parts
-            values, places = self._taken(part, numel)
-            total.index_add_(0, places, values)
+    def _add_stretch(self, packed: Tensor, numel: int, begin: int, total: Tensor, term: Tensor) -> None:
+        values, places = self._taken(packed, numel)
+        total.index_add_(0, places, values)  # places differ: the order of additions is that of parts
 
     def _taken(self, packed: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """(k,) fp32 and (k,) int64: clones, since the bytes may begin at any address."""

@@ -8,15 +8,10 @@ bits are those of torch's kernels; e4m3 is made by integer arithmetic, which eve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .block_quantization import BlockCodec
 
 PROGRAM_NUMEL = 2048  # values of one program: some blocks, or one that is longer
 INT8, INT4, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -26,27 +21,21 @@ _SMALL_ROUNDING = tl.constexpr(1.5 * 2.0**14)  # the same for multiples of 2^-9
 _LEAST_STEP = tl.constexpr(2.0**-100)
 
 
-def pack(codec: BlockCodec, values: Tensor, out: Tensor) -> None:
-    """values (numel,) of any floating dtype -> out (packed_nbytes(numel),) uint8, at an address that 4 divides."""
-    numel, nblocks = values.numel(), codec.nblocks(values.numel())
+def pack(name: str, most: float, block: int, values: Tensor, steps: Tensor, codes: Tensor) -> None:
+    """values (numel,) of any floating dtype -> steps (nblocks,) fp32 and codes (bytes,) uint8 of the codec `name`."""
     if values.dtype == torch.float64:
         values = values.float()
-    steps, codes = out[: 4 * nblocks].view(torch.float32), out[4 * nblocks :]
-    codes[codec._codes_nbytes(numel) :].zero_()
-    rows = max(PROGRAM_NUMEL // codec.block, 1)
-    _pack[(-(-nblocks // rows),)](
-        values, steps, codes, numel, BLOCK=codec.block, ROWS=rows, KIND=_KINDS[codec.name], FACTOR=1 / codec.most,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    rows = max(PROGRAM_NUMEL // block, 1)
+    _pack[(-(-steps.numel() // rows),)](
+        values, steps, codes, values.numel(), BLOCK=block, ROWS=rows, KIND=_KINDS[name], FACTOR=1 / most, enable_fp_fusion=False
+    )
 
 
-def unpack(codec: BlockCodec, packed: Tensor, numel: int, begin: int, out: Tensor, *, add: bool) -> None:
-    """out (n,) fp32 = [out +] values begin to begin + n of the `numel` packed ones; begin is a multiple of the block."""
-    steps = packed[: 4 * codec.nblocks(numel)].view(torch.float32)[begin // codec.block :]
-    codes = packed[4 * codec.nblocks(numel) + codec._codes_nbytes(begin) :]
-    rows = max(PROGRAM_NUMEL // codec.block, 1)
-    _unpack[(-(-codec.nblocks(out.numel()) // rows),)](
-        steps, codes, out, out.numel(), BLOCK=codec.block, ROWS=rows, KIND=_KINDS[codec.name], ADD=add, enable_fp_fusion=False
+def unpack(name: str, block: int, steps: Tensor, codes: Tensor, out: Tensor, *, add: bool) -> None:
+    """out (n,) fp32 = [out +] the values of steps (nblocks or more,) fp32 and codes (bytes or more,) uint8."""
+    rows = max(PROGRAM_NUMEL // block, 1)
+    _unpack[(-(-out.numel() // (block * rows)),)](
+        steps, codes, out, out.numel(), BLOCK=block, ROWS=rows, KIND=_KINDS[name], ADD=add, enable_fp_fusion=False
     )
 
 

@@ -192,8 +192,8 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         return True
 
     def is_fp16_supported(self) -> bool:
-        """torch computes in fp16 on every CPU (slowly where the instructions are missing); loss scaling works too."""
-        return True
+        """Whether this CPU has instructions for it. Training in fp16 works without them too, slowly."""
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def is_triton_supported(self) -> bool:
         return False

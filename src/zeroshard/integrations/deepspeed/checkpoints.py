@@ -1,30 +1,70 @@
-"""Checkpoints of the engine: zeroshard's own, in DeepSpeed's places (folder/tag, `latest`); those of the real DeepSpeed load too."""
+"""Checkpoints of the engine: zeroshard's own, in DeepSpeed's places (folder/tag, `latest`); those of the real DeepSpeed load too.
+
+    run/
+      latest                              the tag of the newest
+      zero_to_fp32.py                     a script: from a checkpoint to whole fp32 weights
+      global_step100/
+        manifest.json, *.distcp           zeroshard's (docs/checkpoint-format.md): all that is loaded
+        mp_rank_00_model_states.pt        for scripts that look into DeepSpeed's files: counters, client_state, names and shapes
+                                          of what there is (tensors of the meta device), but no weights
+        zero_pp_rank_0_mp_rank_00_optim_states.pt    the stage
+"""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import pickle
+import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ... import api
-from ...checkpoint import loading, saving
-from ...checkpoint.directory import LATEST, MANIFEST, write_whole
+from ...checkpoint import loading, saving, state_map
+from ...checkpoint.directory import LATEST, write_whole
+from ...checkpoint.manifest import Manifest
+from ...checkpoint.resolver import agreed, open_any, read_object
+from ...checkpoint.source import Opened
 from ...comm.codec import exchange_values
-from ...errors import CheckpointNotFound
+from ...errors import CheckpointMismatch, CheckpointNotFound
 from ...zero.runtime import runtime_of
-from .logs import logger
+from . import VERSION
+from .logs import logger, warning_once
+from .partition import GatheredParameters
+from .whole_weights import WholeWeights, read_whole
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+SCRIPT = "zero_to_fp32.py"
+_COUNTERS = {"global_steps", "global_samples", "skipped_steps"}
+_FACTS = ("ds_config", "ds_version")
+_TAKEN = {"global_steps", "skipped_steps", "lr_scheduler", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd"}
+_SCRIPT = b'''#!/usr/bin/env python
+"""From the checkpoints beside this file to whole fp32 weights: python zero_to_fp32.py . OUTPUT_FOLDER [--help]"""
+from zeroshard.integrations.deepspeed.zero_to_fp32 import main
+
+main()
+'''
 
 
-class Checkpoints:
+class Checkpoints(WholeWeights):
     """Mixed into the engine."""
 
-    module: nn.Module
+    _config: Any
+    config: dict[str, Any]
+    basic_optimizer: Any
+    lr_scheduler: Any
+    global_steps: int
+    micro_steps: int
+    dp_world_size: int
+    loaded_checkpoint_dp_world_size: int | None = None
+    loaded_checkpoint_mp_world_size: int | None = None
+
+    # -- save ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self, save_dir: str, tag: Any = None, client_state: dict[str, Any] | None = None, save_latest: bool = True,
@@ -32,28 +72,26 @@ class Checkpoints:
     ) -> bool:  # fmt: skip
         """Write save_dir/tag (collective): model, optimizer, scheduler, counters, client_state. A tag that exists is replaced.
 
-        tag: None: global_step and the number. exclude_frozen_parameters: what is not trained is left out, and recorded.
+        tag: None: global_step and the number. exclude_frozen_parameters: what is not trained is left out, and recorded. With
+        {"checkpoint": {"writer": {"decoupled": true}}} it returns when all is copied; the next save, a load and destroy() wait.
         """
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)  # type: ignore[attr-defined]
-        tag = self._agreed(tag)
-        pointer = Path(save_dir) / LATEST
-        before = pointer.read_bytes() if not save_latest and pointer.exists() else None
+        tag = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
+        client_state, comm = client_state or {}, runtime_of(self.module).comm
         saving.save(
-            save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,  # type: ignore[attr-defined]
-            extra=self._extra(client_state or {}), trained_only=exclude_frozen_parameters, overwrite=True,
+            save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,
+            extra=self._extra(client_state), trained_only=exclude_frozen_parameters, overwrite=True, latest=save_latest,
+            asynchronous=self._config.checkpoint_writer_decoupled,
+            files={} if comm.rank else self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
-        if not save_latest:  # a save always points to itself: point back
-            comm = runtime_of(self.module).comm
-            if comm.rank == 0:
-                pointer.unlink() if before is None else write_whole(pointer, before)
-            comm.exchange(b"", "save_checkpoint: latest as before")
+        if comm.rank == 0:
+            self._copy_recovery_script(save_dir)
         return True
 
     def _agreed(self, tag: str) -> str:
         """Rank 0's tag, where ranks differ and checkpoint.tag_validation does not make that an error."""
-        config, comm = self._config, runtime_of(self.module).comm  # type: ignore[attr-defined]
+        config, comm = self._config, runtime_of(self.module).comm
         tags = exchange_values(comm, tag, "save_checkpoint: tag")
         if len(set(tags)) == 1:
             return tag
@@ -63,110 +101,188 @@ class Checkpoints:
             logger.warning(f"{told} That of rank 0 is taken.")
         return tags[0]
 
+    def _facts(self) -> dict[str, Any]:
+        """Beside the client's state, as DeepSpeed has it there."""
+        return {"ds_config": json.loads(json.dumps(self.config, default=str)), "ds_version": VERSION}
+
+    def _counters(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in sorted(_COUNTERS)}
+
     def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
-        extra = {"client_state": client_state, "engine": {name: getattr(self, name) for name in _COUNTERS}}
-        scheduler = self.lr_scheduler  # type: ignore[attr-defined]
-        return extra if scheduler is None else {**extra, "lr_scheduler": scheduler}
+        frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
+        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, **self._facts()}
+        extra = {"client_state": client_state, "engine": engine}
+        return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
+
+    def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, bytes]:
+        """The files in DeepSpeed's names, without what takes memory."""
+        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()  # type: ignore[attr-defined]
+        state = self.module.state_dict(keep_vars=True)
+        state = self._without_frozen(state) if exclude_frozen else state
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        model = {
+            "module": {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()},
+            "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
+            "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
+            "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
+        }  # fmt: skip
+        optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
+        files = {}
+        for name, content in {MODEL_FILE: model, **({OPTIMIZER_FILE: optimizer} if stage else {})}.items():
+            out = io.BytesIO()
+            torch.save(content, out)
+            files[name] = out.getvalue()
+        try:
+            torch.load(io.BytesIO(files[MODEL_FILE]), weights_only=True)
+        except pickle.UnpicklingError as error:
+            kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+            warning_once(
+                f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
+                "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
+            )
+        return files
+
+    def _get_buffer_names(self) -> list[str]:
+        parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
+        return [name for name in self.module.state_dict(keep_vars=True) if name not in parameters]
+
+    def _get_zero_param_shapes(self) -> list[dict[str, torch.Size]]:
+        """Of each optimizer group, name -> whole shape."""
+        runtime = runtime_of(self.module)
+        if runtime.optimizer is None:
+            return []
+        shapes = {name: param.shape for name, param in self.module.named_parameters(remove_duplicate=False)}
+        groups = state_map.param_groups(runtime, runtime.optimizer.core)
+        return [{name: shapes[name] for name in group["params"] if name in shapes} for group in groups]
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        target = Path(save_path) / SCRIPT
+        if not target.exists():
+            write_whole(target, _SCRIPT)
+            self._change_recovery_script_permissions(target)
+
+    def _change_recovery_script_permissions(self, dst: Any) -> None:
+        try:
+            os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
+        except (FileNotFoundError, PermissionError) as error:
+            logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
+
+    # -- load ----------------------------------------------------------------------------------------------------
 
     def load_checkpoint(
         self, load_dir: str, tag: Any = None, load_module_strict: bool = True, load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Any = None, trusted: bool = False,
+        load_lr_scheduler_states: bool = True, load_module_only: bool = False, custom_load_fn: Callable[..., Any] | None = None,
+        trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:  # fmt: skip
-        """Load a checkpoint of any number of ranks (collective): (its path, client_state), or (None, None) without a `latest`.
+        """Load a checkpoint of any stage and number of ranks (collective).
 
-        Also taken are those that the real DeepSpeed wrote. trusted: unpickle any object in client_state, which can run code.
+        Returns its path and client_state, (None, None) where there is no `latest`. Also taken are those that the real DeepSpeed
+        wrote, and its universal ones. client_state: what was saved as such, with
+        DeepSpeed's own entries ds_config, ds_version and global_samples. Accumulated gradients are dropped, and counting goes on
+        at the beginning of a step.
+
+        Args:
+            load_module_strict: False: parameters and buffers that it lacks stay as they are, unknown ones are passed over.
+            custom_load_fn: custom_load_fn(src=..., dst=...) with whole tensors by name and the module; on every rank, of which
+                rank 0's writes count. Without optimizer states names and shapes need not be the model's.
+            trusted: unpickle any object in client_state, which can run code.
+
+        Raises:
+            CheckpointNotFound: there is no such tag. ValueError: load_universal without `latest_universal`.
+            CheckpointMismatch: it does not fit, or has no state of the scheduler. Others as zs.load.
         """
-        if custom_load_fn is not None:
-            raise TypeError("load_checkpoint(custom_load_fn=...): not served; change weights in `with deepspeed.zero.GatheredParameters`.")
-        root = Path(load_dir)
-        pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST  # type: ignore[attr-defined]
-        tag = _latest(root, pointer) if tag is None else str(tag)
-        if tag is None and pointer != LATEST:
-            raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave checkpoint.load_universal out")
-        if tag is None:
-            logger.warning(f"Unable to find latest file at {root / 'latest'}: pass a tag, or a folder that save_checkpoint wrote to.")
+        runtime = runtime_of(self.module)
+        loading.await_save(runtime)
+        folder = self._tag_folder(Path(load_dir), tag)
+        if folder is None:
             return None, None
-        with_optimizer = load_optimizer_states and not load_module_only
-        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None  # type: ignore[attr-defined]
-        own = (root / tag / MANIFEST).exists()
-        extra: dict[str, Any] = {}
-        if own:
-            extra = {"client_state": None, "engine": None}
-            extra |= {} if scheduler is None else {"lr_scheduler": scheduler}
-        elif not (root / tag).exists():
-            raise CheckpointNotFound(f"load_checkpoint: no checkpoint {tag!r} in {root}. It has: {sorted(p.name for p in root.glob('*/'))[:20]}.")
-        loaded = loading.load(
-            root / tag, self.module, self.basic_optimizer if with_optimizer else None, extra=extra, rng=False, trusted=trusted  # type: ignore[attr-defined]
-        )
-        client_state = loaded.extra.get("client_state") or {}
+        wanted = load_optimizer_states and not load_module_only
+        optimizer = self.basic_optimizer if wanted else None
+        scheduler = self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
+        opened = open_any(runtime.comm, folder, verify=False, trusted=trusted)
+        engine, saved, client_state = agreed(runtime.comm, "load_checkpoint: extras", lambda: _extras_of(opened, trusted), folder)
+        if scheduler is not None and saved is None:
+            raise CheckpointMismatch(
+                f"{folder} has no state of a scheduler, and this engine has a {type(scheduler).__name__}: "
+                "load_checkpoint(..., load_lr_scheduler_states=False) leaves it as it is."
+            )
+        self._hold(False)  # type: ignore[attr-defined]
+        if custom_load_fn is None or optimizer is not None:
+            try:
+                loading.load(folder, self.module, optimizer, rng=False, trusted=trusted, strict=load_module_strict)
+            except CheckpointMismatch as error:
+                raise type(error)(str(error).replace("optimizer=None", "load_optimizer_states=False")) from None
+        if custom_load_fn is not None:
+            self._load_by(custom_load_fn, opened)
+        if scheduler is not None:
+            scheduler.load_state_dict(saved)
+            if optimizer is not None and all("lr" not in group for group in opened.groups or ()):  # DeepSpeed's "elastic" ones
+                torchs = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+                rates = scheduler.get_last_lr() if torchs else scheduler.get_lr()
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate
         if not load_module_only:
-            for name, value in (loaded.extra.get("engine") or {}).items():
-                setattr(self, name, value)
-        return str(loaded.path), client_state
+            for name in _COUNTERS & engine.keys():
+                setattr(self, name, engine[name])
+        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
+        self._backwards = 0
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # type: ignore[attr-defined]
+        return _path_of(folder), client_state
 
-    # -- whole weights -------------------------------------------------------------------------------------------
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False, **unused: Any) -> dict[str, Tensor]:
-        """The module's state dict; at stage 3 whole (collective)."""
-        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
-            state = api.full_state_dict(self.module)
-        else:
-            state = self.module.state_dict()
-        return self._without_frozen(state) if exclude_frozen_parameters else state
-
-    def _without_frozen(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
-        return {name: value for name, value in state.items() if name not in frozen}
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """Whole weights on the host of rank 0, None on others (collective)."""
-        if not self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
-            raise ValueError("this function requires ZeRO-3 mode")
-        state = api.full_state_dict(self.module)
-        if runtime_of(self.module).comm.rank:
+    def _tag_folder(self, root: Path, tag: Any) -> Path | None:
+        """Of the tag that is meant; None where none is. Raises CheckpointNotFound, ValueError (on every rank)."""
+        pointer = "latest_universal" if self._config.load_universal_checkpoint else LATEST
+        comm = runtime_of(self.module).comm
+        tags = exchange_values(comm, latest_tag(root, pointer) if tag is None else str(tag), "load_checkpoint: tag")
+        tag = tags[0]
+        if tag is None and pointer != LATEST:
+            raise ValueError(f"Invalid for universal checkpoint: {root / pointer} does not exist; leave load_universal out")
+        if tag is None:
+            logger.warning(f"Unable to find latest file at {root / LATEST}: pass a tag, or a folder of save_checkpoint")
             return None
-        state = self._without_frozen(state) if exclude_frozen_parameters else state
-        return {name: value.cpu() for name, value in state.items()}
+        if not all(exchange_values(comm, (root / tag).is_dir(), "load_checkpoint: is it there")):
+            has = sorted(path.name for path in root.glob("*/") if path.name[0] != ".")[:20]
+            raise CheckpointNotFound(f"load_checkpoint: no checkpoint {tag!r} in {root}. It has: {', '.join(has) or 'none'}.")
+        return root / tag
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-
-    def save_16bit_model(
-        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
-    ) -> bool:
-        """Write whole weights to one file of torch.save, by rank 0 (collective). False, and no file, where the configuration's
-        stage3_gather_16bit_weights_on_model_save is.
-        """
-        path = os.path.join(save_dir, save_filename)
-        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
-            if not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
-                logger.info(f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False")
-                return False
-            state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        else:
-            state = self.module_state_dict(exclude_frozen_parameters)
-        if runtime_of(self.module).comm.rank == 0:
-            assert state is not None
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save({name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}, path)
-        if dist.is_initialized():
-            dist.barrier()
-        return True
-
-    save_fp16_model = save_16bit_model
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, **unused: Any) -> None:
-        """Whole tensors by name, or a checkpoint that has them as 'module'."""
-        state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
-        self.module.load_state_dict(state, strict=strict)
+    def _load_by(self, function: Callable[..., Any], opened: Opened) -> None:
+        """Let a function of the user's bring whole tensors into the module (collective)."""
+        comm = runtime_of(self.module).comm
+        source = agreed(comm, "load_checkpoint: reading", lambda: read_whole(opened, None), opened.path)
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            function(src=source, dst=self.module)
 
 
-def _latest(root: Path, pointer: str = LATEST) -> str | None:
+def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """(the engine's counters and facts, the scheduler's state or None, client_state). Raises Untrusted."""
+    extras = dict(opened.extras)
+    if not opened.ours:
+        if trusted and opened.unread:
+            whole = torch.load(_path_of(opened.path), map_location="cpu", mmap=True, weights_only=False)
+            extras |= {name: whole[name] for name in opened.unread}
+        engine = {name: extras[name] for name in (*_COUNTERS, *_FACTS, "dp_world_size") if name in extras}
+        scheduler = extras.get("lr_scheduler")
+        return engine, scheduler, {name: value for name, value in extras.items() if name not in _TAKEN}
+    for name in ("client_state", "engine", "lr_scheduler"):
+        if name in opened.unread:
+            raise opened.unread[name]
+        if name in opened.per_rank:  # of ranks that there are not now: rank 0's
+            extras[name] = read_object(opened.path, Manifest.read(opened.path), f"{state_map.EXTRA}{name}.0", trusted)
+    engine = extras.get("engine") or {}
+    facts = {name: engine[name] for name in ("global_samples", *_FACTS) if name in engine}
+    return engine, extras.get("lr_scheduler"), {**facts, **(extras.get("client_state") or {})}
+
+
+def _path_of(folder: Path) -> str:
+    """What DeepSpeed returns: of the file with the model's states."""
+    found = [folder / name for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}") if (folder / name).exists()]
+    return str(found[0] if found else folder)
+
+
+def latest_tag(root: Path, pointer: str = LATEST) -> str | None:
+    """What the pointer names; None where there is none. A save that was killed leaves the one before on a second line."""
     try:
-        lines = (root / pointer).read_text().split("\n")
+        names = (root / pointer).read_text().split()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return lines[0].strip() or None
+    return next((name for name in names if (root / name).is_dir()), next(iter(names), None))

@@ -109,7 +109,7 @@ _TOP = (
     _H("managed_gradient_accumulation", True, "false: every step() updates, the caller scales the loss"),
     _H("optimizer", None, "built where initialize() is given none"),
     _H("optimizer.type", None,
-        "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, or a class of torch.optim; others are refused by name"),
+        "Adam (AdamW unless adam_w_mode is false), AdamW, Adagrad, Lion, Muon, or a class of torch.optim; others are refused by name"),
     _H("optimizer.params", None, "arguments of the class"),
     *(_H(f"optimizer.params.{name}", value, "argument of the class") for name, value in {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "amsgrad": False}.items()),
@@ -121,9 +121,10 @@ _TOP = (
     _N("optimizer.params.fp32_optimizer_states", True,
         "states have the dtype of the masters, fp32 unless bf16_master_weights_and_grads"),
     _R("optimizer.params.max_grad_norm", None, "set gradient_clipping at the top level instead"),
-    *(_R(f"optimizer.params.{name}", value,
-        "of the optimizer Muon, which is refused: pass an optimizer to initialize(optimizer=...)")
-      for name, value in {"muon_lr": None, "adam_lr": None, "ns_method": "gram", "per_head_muon": None}.items()),
+    _H("optimizer.params.muon_lr", None, "Muon: lr of the matrices that it steps"),
+    _H("optimizer.params.adam_lr", None, "Muon: lr of the others, which AdamW steps"),
+    _N("optimizer.params.ns_method", "gram", "Muon orthogonalizes by the Newton-Schulz iteration of torch.optim.Muon"),
+    _R("optimizer.params.per_head_muon", None, "leave it out: Muon orthogonalizes whole matrices"),
     _N("optimizer.legacy_fusion", False, "there are no fused kernels to choose from"),
     _H("scheduler", None, "built where initialize() is given none"),
     _H("scheduler.type", None,
@@ -216,7 +217,7 @@ _ZERO = (
     _N("pipeline_loading_checkpoint", False, "ranks read only what they keep, so they need not take turns", "bool"),
     _N("override_module_apply", True, "Module.apply under zero.Init sees whole parameters in any case", "bool"),
     _N("log_trace_cache_warnings", False, "there is no trace cache to warn about", "bool"),
-    _N("enable_sanity_checks", False, "checks are always on", "bool"),
+    _H("enable_sanity_checks", False, "what is written in GatheredParameters without modifier_rank raises; all other checks are always on", "bool"),
     _N("save_muon_momentum_buffer_in_memory", False, "states rest where offload_optimizer says", "bool"),
     _H("leaf_module", None, "below", "leaf_module"),
     _H("leaf_module.classes", ("transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -281,7 +282,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     "torch_autocast": (
         _H("enabled", False, "forward under torch.autocast, parameters in fp32"),
         _H("dtype", None, "of torch.autocast"),
-        _R("lower_precision_safe_modules", None, "leave it out: torch.autocast chooses by operation, for all modules alike"),
+        _N("lower_precision_safe_modules", None, "it is about what is sent alone: gradients of all modules are sent in communication_data_type"),
     ),
     "activation_checkpointing": (
         _N("partition_activations", False, "activations are partitioned over model-parallel ranks, of which there are none"),
@@ -299,7 +300,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
     ),
     "checkpoint": (
         _H("tag_validation", "Warn", "Ignore, Warn or Fail where tags differ between ranks"),
-        _N("load_universal", False, "every checkpoint loads at any number of ranks"),
+        _H("load_universal", False, "load_checkpoint without a tag takes what latest_universal names"),
         _N("use_node_local_storage", False, "ranks write into one folder that all of them see"),
         _H("parallel_write", None, "below"),
         _N("parallel_write.pipeline_stage", False, "there are no pipeline stages; ranks always write at the same time"),
@@ -308,8 +309,7 @@ _OTHERS: dict[str, tuple[Key, ...]] = {
         *(_N(f"writer.{name}", value, "all checkpoints are written by zs.io") for name, value in {
             "type": "FAST", "io_buffer_size": 64 << 20, "io_buffer_double": True, "io_multiplier": 1, "show_statistics": False,
             "data_parallel": None}.items()),
-        _N("writer.decoupled", False,
-            "save_checkpoint returns when the checkpoint is complete; zs.save(asynchronous=True) does not wait"),
+        _H("writer.decoupled", False, "save_checkpoint returns when all is copied to host memory, and a thread writes it"),
     ),
     "tensorboard": _WRITTEN,
     "csv_monitor": _WRITTEN,

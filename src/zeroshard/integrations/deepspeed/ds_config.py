@@ -223,6 +223,13 @@ class DeepSpeedConfig:
         autocast = _with_defaults(given, "torch_autocast")
         self.torch_autocast_enabled = autocast["enabled"] is True
         self.torch_autocast_dtype = dtype_of("torch_autocast.dtype", autocast["dtype"])
+        if self.torch_autocast_enabled and self.torch_autocast_dtype is torch.float16:
+            raise DeepSpeedConfigError(
+                "torch_autocast.dtype = float16 is not supported: fp32 parameters have no loss scale. Use bfloat16, or fp16.enabled."
+            )
+        safe = self.torch_autocast_lower_precision_safe_modules = autocast["lower_precision_safe_modules"]
+        if safe is not None and not (isinstance(safe, (list, tuple)) and all(isinstance(name, str) for name in safe)):
+            raise ValueError(f"torch_autocast.lower_precision_safe_modules: expected a list of class paths, got {safe!r}.")
         types = _with_defaults(given, "data_types")
         for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
             dtype_of(f"data_types.{name}", types[name])
@@ -241,6 +248,7 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled, self.checkpoint_tag_validation_fail = mode != "IGNORE", mode == "FAIL"
         self.load_universal_checkpoint = section["load_universal"]
         self.use_node_local_storage = section["use_node_local_storage"]
+        self.checkpoint_writer_decoupled = bool((section["writer"] or {}).get("decoupled", False))
         pipelined = _section(section, "parallel_write", within="checkpoint").get("pipeline_stage", False)
         if pipelined not in (True, False, "auto"):
             raise DeepSpeedConfigError(f"checkpoint.parallel_write.pipeline_stage: expected true or false, got {pipelined!r}.")
@@ -283,9 +291,8 @@ class DeepSpeedConfig:
         assert not bf16.bf16_optimizer_states or bf16.bf16_master_weights_and_grads, (
             "bf16.bf16_optimizer_states needs bf16.bf16_master_weights_and_grads: set both, or neither."
         )
-        enabled = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
-        assert self.param_dtype in (None, "auto") or dtype_of("data_types.param_dtype", self.param_dtype) is enabled, (
-            f"data_types.param_dtype is {self.param_dtype}, the enabled precision {enabled}: leave it out, or enable "
+        assert self.param_dtype in (None, "auto") or dtype_of("data_types.param_dtype", self.param_dtype) is self.model_dtype, (
+            f"data_types.param_dtype is {self.param_dtype}, the enabled precision {self.model_dtype}: leave it out, or enable "
             "its section."
         )
         if self.gradient_allreduce_op == "sum" and stage == 3:
@@ -294,6 +301,18 @@ class DeepSpeedConfig:
             raise DeepSpeedConfigError(
                 "wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor."
             )
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """Of parameters in forward and backward."""
+        if self.float16_config.enabled:
+            return torch.float16
+        return torch.bfloat16 if self.bfloat16_config.enabled else torch.float32
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which gradients accumulate."""
+        return dtype_of("data_types.grad_accum_dtype", self.grad_accum_dtype) or self.model_dtype
 
     # -- saying it ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ... import api
 from ...errors import ZeroshardError
+from ...optim.offload_states import offload_states, reload_states
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
@@ -73,6 +74,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._running_engine_step = self._step_applied = False
         self._global_grad_norm: float | None = None
         self._backwards = 0  # since the last step
+        self._loss: Any = 0.0  # sum over these of what backward() returned, for the monitor
         self._held: contextlib.AbstractContextManager | None = None
         self._gc_was_on = False
 
@@ -93,24 +95,32 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             args, kwargs = map_tensors(_half, (args, kwargs))
         with self._autocast():
             output = self.module(*args, **kwargs)
-        if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled() and self.optimizer is not None:
+        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(self._divide_unless_scaled)
+                    tensor.register_hook(self._scale_unless_scaled)
         return output
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         dtype = self._config.torch_autocast_dtype if self._config.torch_autocast_enabled else None
         return contextlib.nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _divide_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        """Gradients of `loss.backward()`, without the engine, are a mean over micro-batches as well."""
-        if torch._C._current_graph_task_id() in _scaled:
-            return None
-        return grad / self.gradient_accumulation_steps()
+    def _gradient_factor(self) -> float:
+        """Of gradients of `loss.backward()`, without the engine: a mean over micro-batches; over ranks a mean or a sum."""
+        return self._ranks_summed() / self.gradient_accumulation_steps()
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice."""
+    def _ranks_summed(self) -> int:
+        """By how much the mean over ranks is smaller than what the configuration asks for."""
+        return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
+
+    def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
+        return None if torch._C._current_graph_task_id() in _scaled else grad * self._gradient_factor()
+
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
+
+        retain_graph: nothing is to be told here: a graph that is kept can be gone through again.
+        """
         assert self.optimizer is not None, "must provide optimizer during init in order to use scale"
         assert _is_loss(loss), "loss must be a scalar tensor with grad_fn. For non-scalar tensors, use tensor.backward(grad)"
         factor = self._loss_scale()
@@ -125,17 +135,20 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         steps = self.gradient_accumulation_steps()
         tasks: list[int] = []
 
-        def mark(grad: Tensor) -> None:
+        def mark(grad: Tensor) -> Tensor:
             tasks.append(torch._C._current_graph_task_id())
             _scaled.add(tasks[-1])
+            return grad * self._ranks_summed()
 
-        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss
+        scaled = loss / steps if scale_wrt_gas and steps > 1 else loss.view_as(loss)  # whose hook runs before those of loss
         handle = scaled.register_hook(mark)
         try:
             scaled.backward(retain_graph=retain_graph)
         finally:
             handle.remove()
             _scaled.difference_update(tasks)
+        if self.monitor is not None and self.monitor.enabled:
+            self._loss = scaled.detach() + self._loss
         return scaled
 
     def _backward_epilogue(self) -> None:
@@ -249,8 +262,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size()
         else:
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
-        self._backwards = 0
         self._tell()
+        self._backwards, self._loss = 0, 0.0
 
     def _check_used(self) -> None:
         """Raise, on all ranks, where a trained parameter got no gradient on any of them."""
@@ -272,6 +285,8 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
         if self.monitor is not None and self.monitor.enabled:
             events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if isinstance(self._loss, Tensor):  # by engine.backward(): of this rank, the mean over its micro-batches
+                events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():
                 events.append(("Train/Samples/loss_scale", self._loss_scale(), self.global_samples))
             self.monitor.write_events(events)
@@ -307,6 +322,17 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             options["backend"] = backend
         self.module.compile(**options)
         self.is_compiled = True
+
+    def offload_states(
+        self, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """`zs.offload_states`: states leave the device until `reload_states` (collective). include: of OffloadStateTypeEnum; None: all."""
+        names = None if include is None else [getattr(state, "value", state) for state in include]
+        offload_states(self.module, names, getattr(device, "value", device), pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` has moved (collective). It is back when this returns."""
+        reload_states(self.module)
 
     def empty_partition_cache(self) -> None:
         """Nothing stays gathered between steps but what the configuration keeps."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 
 from . import stand_ins
+from .cpu_optimizers import FusedAdam
+from .optimizer_views import OptimizerViews
+from .parameter_offload import ParameterOffload
 
 
-class EngineOptimizer:
+class EngineOptimizer(OptimizerViews):
     """Around a sharded optimizer, which is `.optimizer`. Attributes that it lacks are that one's."""
 
     def __init__(self, optimizer: Any, config: Any) -> None:
@@ -106,22 +110,35 @@ class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     """isinstance holds for DeepSpeed's names."""
 
+    @functools.cached_property
+    def parameter_offload(self) -> ParameterOffload:
+        """The model's hooks, as programs that generate while they train ask for them."""
+        return ParameterOffload(self.optimizer.core.runtime.model)
 
-class Stage0InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
-    """isinstance holds for DeepSpeed's names."""
+
+class InBF16(EngineOptimizer, stand_ins.BF16_Optimizer):
+    """isinstance holds for DeepSpeed's names: stage 1 in bf16 with gradients in fp32."""
 
 
-class Stage0InFP16(EngineOptimizer, stand_ins.FP16_Optimizer):
-    """isinstance holds for DeepSpeed's names."""
+class Fused(EngineOptimizer, stand_ins.FP16_Optimizer):
+    """isinstance holds for DeepSpeed's names: stage 0 in fp16 or bf16 with FusedAdam."""
+
+
+class Unfused(EngineOptimizer, stand_ins.FP16_UnfusedOptimizer):
+    """isinstance holds for DeepSpeed's names: stage 0 in fp16 or bf16 with any other optimizer."""
 
 
 def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
     """As DeepSpeed shows it: at stage 0 in fp32 the optimizer itself."""
-    stage = int(config.zero_optimization_stage)
+    stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
-    if stage:
-        return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)
-    if config.float16_config.enabled:
-        return Stage0InFP16(optimizer, config)
-    return Stage0InBF16(optimizer, config) if config.bfloat16_config.enabled else optimizer
+    if not stage:
+        if dtype is torch.float32:
+            return optimizer
+        return (Fused if isinstance(optimizer, FusedAdam) else Unfused)(optimizer, config)
+    offload = config.zero_config.offload_optimizer
+    on_device = offload is None or offload.device == "none"
+    if stage == 1 and on_device and (dtype, config.gradient_dtype) == (torch.bfloat16, torch.float32):
+        return InBF16(optimizer, config)
+    return (Stage3 if stage == 3 else Stages1And2)(optimizer, config)

@@ -66,10 +66,7 @@ class Settings:
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of parameters, dtype in which gradients accumulate)."""
-        model = torch.float16 if self._config.float16_config.enabled else torch.float32
-        model = torch.bfloat16 if self._config.bfloat16_config.enabled else model
-        given = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}.get(self._config.grad_accum_dtype, model)
-        return model, given
+        return self._config.model_dtype, self._config.gradient_dtype
 
     @property
     def communication_data_type(self) -> torch.dtype:

@@ -135,6 +135,8 @@ class Init:
         section = (self.config or {}).get("zero_optimization")
         stage = 3 if self.config is None else int(section.get("stage", 0)) if isinstance(section, dict) else int(bool(section))
         self.partitions = stage == 3
+        if isinstance(section, dict):
+            check_writes(_true(section.get("enable_sanity_checks", False)))
         if not self.partitions:
             _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
             return
@@ -199,6 +201,11 @@ def _inits() -> list[Init]:
 _open_inits = threading.local()
 
 
+def check_writes(on: bool) -> None:
+    """Whether `GatheredParameters` of this rank raises for what was written without modifier_rank (`enable_sanity_checks`)."""
+    _open_inits.checked = on
+
+
 def shutdown_init_context() -> None:
     """Modules are ordinary again inside of open `Init` contexts, until `restore_init_context`."""
     for each in reversed(_inits()):
@@ -213,7 +220,11 @@ def restore_init_context() -> None:
 
 def _on(config: dict[str, Any], *names: str) -> bool:
     section = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
-    return str(section.get("enabled", False)).lower() in ("true", "1")
+    return _true(section.get("enabled", False))
+
+
+def _true(value: Any) -> bool:
+    return str(value).lower() in ("true", "1")
 
 
 def _place(remote_device: Any, config: dict[str, Any] | None) -> str | None:
@@ -273,8 +284,8 @@ class GatheredParameters:
     """`with GatheredParameters(params, modifier_rank=0):` parameters are whole inside; what one rank writes reaches all.
 
     params: a parameter or an iterable of them; what is not partitioned is left alone, and anything else ignored. Without
-    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name. fwd_module: see
-    register_external_parameter.
+    modifier_rank what was written is dropped, as in DeepSpeed, and said once, by name; with `enable_sanity_checks` in the
+    configuration every rank raises RuntimeError. fwd_module: see register_external_parameter.
     """
 
     def __init__(
@@ -301,10 +312,13 @@ class GatheredParameters:
             return
         problems = gathering.agree()
         if dropped := problems.pop("written", []):
-            _note(
-                f"GatheredParameters: {', '.join(dropped[:6])} written without modifier_rank: what was written is dropped. Name "
-                "the rank that writes: GatheredParameters(params, modifier_rank=0)."
+            told = (
+                f"GatheredParameters: in-place modification of {', '.join(dropped[:6])} without modifier_rank: what was written is "
+                "dropped. Name the rank that writes: GatheredParameters(params, modifier_rank=0)."
             )
+            if getattr(_open_inits, "checked", False):
+                raise RuntimeError(told)
+            _note(told)
         refuse(problems)
         gathering.keep()
 
@@ -313,13 +327,18 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Note that a module's forward uses a parameter of another, which it may do anyway. RuntimeError for what is no parameter."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
+    show_external_parameters(module)
+    module._external_params[id(parameter)] = parameter
+
+
+def show_external_parameters(module: Any) -> None:
+    """Let a module answer `ds_external_parameters()` and `all_parameters()`."""
     if not hasattr(module, "_external_params"):
         module._external_params = {}
         module.ds_external_parameters = types.MethodType(lambda self: self._external_params.items(), module)
         module.all_parameters = types.MethodType(
             lambda self: itertools.chain(self.named_parameters(recurse=False), self._external_params.items()), module
         )
-    module._external_params[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

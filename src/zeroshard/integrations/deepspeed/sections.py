@@ -33,6 +33,16 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
+class OffloadStateTypeEnum(str, Enum):
+    """What `engine.offload_states` moves."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 _BOOLS = {"true": True, "t": True, "yes": True, "y": True, "on": True, "1": True}
 _BOOLS |= {"false": False, "f": False, "no": False, "n": False, "off": False, "0": False}
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ... import api
 from ...comm import backend_select
@@ -20,10 +21,11 @@ from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
+from .logs import set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
-from .shard_options import build_optimizer, cast_buffers, shard_options
+from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
 
 
@@ -81,14 +83,19 @@ def _initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:  # fmt: skip
     group = None if mpu is None else mpu.get_data_parallel_group()
     config = DeepSpeedConfig(given, mpu, world_size=_world_size(group))
+    assert not isinstance(lr_scheduler, LRScheduler) or isinstance(optimizer, torch.optim.Optimizer), (
+        "lr_scheduler: a scheduler steps the optimizer that it was made of: pass that one as optimizer=, or a callable as lr_scheduler="
+    )
     device, local_rank = _device(args)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
         partition.detach(model)
         api.close(model)
     leaf_modules.apply_zero_leaf_module_config(model, config.zero_config.leaf_module)
     cast_buffers(config, model)
+    cast_parameters(config, model)
     _move(model, device)
     activation.apply_config(model, config, mpu)
+    mark_for_muon(config, model)
     basic = _basic_optimizer(model, optimizer, model_parameters, config)
     options = shard_options(config)
     if basic is None:
@@ -98,10 +105,11 @@ def _initialize(
     monitor, failure = _monitor(config)
     api.shard(model, basic, comm=group, **options)
     _compare(model, config, failure)
-    config.say_notes()
+    _say(config)
     known = {"device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
     engine = DeepSpeedEngine(model, basic, config, **known)
     partition.attach(model)
+    partition.check_writes(config.zero_config.enable_sanity_checks)
     engine.lr_scheduler = lr_scheduler
     if training_data is not None:
         engine.training_dataloader = deepspeed_io(engine, training_data)
@@ -109,6 +117,15 @@ def _initialize(
         engine._gc_was_on = gc.isenabled()
         gc.disable()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _say(config: DeepSpeedConfig) -> None:
+    """What the configuration has to say, and what it wants said."""
+    config.say_notes()
+    if config.log_level is not None:
+        set_log_level_from_string(config.log_level)
+    if config.dump_state and backend_select.rank_and_size()[0] == 0:
+        config.print("DeepSpeedEngine configuration")
 
 
 def _world_size(group: Any) -> int:

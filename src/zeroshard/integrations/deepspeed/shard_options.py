@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -11,8 +12,11 @@ from torch import nn
 
 from ...errors import did_you_mean
 from ...optim.lion import Lion
+from ...optim.muon import Muon
 from .config_keys import KEYS, Treatment
+from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
+from .partition import is_zero_param
 from .sections import DeepSpeedConfigError, Section
 
 # -- zs.shard ------------------------------------------------------------------------------------------------------
@@ -34,9 +38,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         options["max_grad_norm"] = config.gradient_clipping
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
-    accumulate = dtype_of("data_types.grad_accum_dtype", config.grad_accum_dtype)
-    if accumulate is not None:
-        options["gradient_dtype"] = accumulate
+    options["gradient_dtype"] = config.gradient_dtype
     if zero.stage == 3:
         options |= _gathering(config)
     for name, lowest in OFFLOAD_STAGES.items():
@@ -53,8 +55,7 @@ def _is_offloaded(section: Any) -> bool:
 def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
     fp16, bf16 = config.float16_config, config.bfloat16_config
     if bf16.enabled:
-        masters = {"master_weights": False, "gradient_dtype": torch.bfloat16} if bf16.bf16_master_weights_and_grads else {}
-        return {"precision": "bf16", **masters}
+        return {"precision": "bf16", **({"master_weights": False} if bf16.bf16_master_weights_and_grads else {})}
     if not fp16.enabled:
         return {"precision": "fp32"}
     options: dict[str, Any] = {"precision": "fp16"}
@@ -87,6 +88,8 @@ def _offload(section: Section) -> dict[str, Any]:
     if section.device == "nvme":
         if section.nvme_path is None:
             raise DeepSpeedConfigError(f"{section.prefix}: device nvme needs nvme_path, a folder on a local disk.")
+        with contextlib.suppress(OSError):  # where it can not be made, zs.shard says so on every rank
+            section.nvme_path.mkdir(parents=True, exist_ok=True)
         offload["path"] = str(section.nvme_path)
     if getattr(section, "ratio", 1.0) < 1:
         offload["ratio"] = section.ratio
@@ -97,10 +100,10 @@ def _offload(section: Section) -> dict[str, Any]:
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_MUON = {True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}, False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}}
 _OWN = "pass an optimizer to initialize(optimizer=...), or use AdamW, Lion or SGD"
 _REFUSED = {
     "lamb": "scales each parameter's update by the norms of the whole, which no rank has",
-    "muon": "works on whole matrices, which no rank has",
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "is of the package mup"),
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), "is removed from DeepSpeed as well"),
 }
@@ -110,7 +113,8 @@ _SET_ASIDE = ("torch_adam", "adam_w_mode", "fp32_optimizer_states", "set_grad_no
 def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The optimizer that the configuration names, of parameters or groups of them. Defaults are those of DeepSpeed's classes.
 
-    Raises DeepSpeedConfigError for one that is refused or unknown, ValueError for max_grad_norm among its params.
+    Raises DeepSpeedConfigError for one that is refused or unknown, ValueError for max_grad_norm among its params, and for Muon where
+    a parameter is not marked.
     """
     name = config.optimizer_name
     if name is None:
@@ -134,11 +138,46 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         if not params.pop("bias_correction", True):
             raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
         decoupled = low == "adamw" or given.get("adam_w_mode", True)
-        defaults = {} if given.get("torch_adam") else _ADAM
-        return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **{**defaults, **params})
+        if given.get("torch_adam") or params.keys() - _ADAM.keys():  # options that DeepSpeed's own classes do not have
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **({} if given.get("torch_adam") else _ADAM) | params)
+        if _is_offloaded(config.zero_config.offload_optimizer):
+            return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
+        return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})
     if low == "lion":
         return Lion(parameters, **{**_LION, **params})
+    if low == "muon":
+        return Muon(_muon_groups(parameters, params))
     return _torch_optimizer(name)(parameters, **params)
+
+
+def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each group divided by `use_muon` of its parameters. Options: the group's, muon_lr or adam_lr, those of both, the defaults.
+
+    Raises ValueError where a parameter has no such mark.
+    """
+    entries = list(parameters)
+    found = []
+    for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        untold = [tuple(param.shape) for param in members if not hasattr(param, "use_muon")]
+        if untold:
+            raise ValueError(
+                f"optimizer.type Muon: {len(untold)} parameters have no mark use_muon, first one of shape {untold[0]}: set param.use_muon "
+                "to True (hidden matrices) or False (the others: stepped by AdamW)."
+            )
+        for use_muon, defaults in _MUON.items():
+            half = [param for param in members if bool(param.use_muon) is use_muon]
+            lr = params.get("muon_lr" if use_muon else "adam_lr") or params.get("lr", defaults["lr"])
+            options = {key: params.get(key, default) for key, default in defaults.items()} | {"lr": lr}
+            if half:
+                found.append({**options, **group, "params": half, "use_muon": use_muon})
+    return found
+
+
+def mark_for_muon(config: DeepSpeedConfig, model: nn.Module) -> None:
+    """With the optimizer Muon: `use_muon` of every parameter; matrices, but for embeddings and heads (by name: "embed", "lm_head")."""
+    for name, param in model.named_parameters() if (config.optimizer_name or "").lower() == "muon" else ():
+        param.use_muon = param.dim() == 2 and not any(word in name.lower() for word in ("embed", "lm_head"))  # type: ignore[attr-defined]
 
 
 def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -155,7 +194,14 @@ def _torch_optimizer(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-# -- buffers -------------------------------------------------------------------------------------------------------
+# -- parameters and buffers --------------------------------------------------------------------------------------------
+
+
+def cast_parameters(config: DeepSpeedConfig, model: nn.Module) -> None:
+    """Give whole parameters the dtype of the enabled precision, so that masters start from rounded values, as DeepSpeed's do."""
+    for param in model.parameters() if config.model_dtype is not torch.float32 else ():
+        if param.dtype in (torch.float32, torch.float16, torch.bfloat16) and not is_zero_param(param):
+            param.data = param.data.to(config.model_dtype)
 
 
 def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:

@@ -123,7 +123,8 @@ _TABLE = {
         "noop_decorator required_torch_version see_memory_usage set_random_seed",
     "runtime.zero":
         "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
-        "register_external_parameter unregister_external_parameter; stand_ins: TiledLinear",
+        "register_external_parameter unregister_external_parameter; parameter_offload: unwrap_model_for_generation; "
+        "stand_ins: TiledLinear",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "OffloadDeviceEnum",
@@ -131,7 +132,8 @@ _TABLE = {
         "leaf_modules: DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES DEFAULT_LEAF_MODULE_NAME_SUFFIXES; "
         "sections: DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.offload_config":
-        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum",
+        "sections: DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum "
+        "OffloadStateTypeEnum",
     "runtime.zero.partition_parameters":
         "accelerator: get_accelerator; partition: DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride "
         "GatheredParameters Init MultipleAllGatherHandles ZeroParamStatus ZeroParamType _orig_torch_arange "
@@ -139,7 +141,9 @@ _TABLE = {
         "_orig_torch_zeros is_zero_param partitioned_param_data_shape register_external_parameter "
         "restore_init_context shutdown_init_context unregister_external_parameter "
         "zero_wrapper_for_fp_tensor_constructor",
-    "runtime.zero.stage3": "stand_ins: DeepSpeedZeroOptimizer_Stage3",
+    "runtime.zero.parameter_offload": "parameter_offload: DeepSpeedZeRoOffload=ParameterOffload",
+    "runtime.zero.stage3":
+        "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
     "runtime.zero.tiling": "stand_ins: TiledLinear",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
@@ -183,8 +187,9 @@ _TABLE = {
         "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module "
         "z3_leaf_parameter",
     "utils.zero_to_fp32":
-        "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-        "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint",
+        "zero_to_fp32: convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
+        "get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files "
+        "load_state_dict_from_zero_checkpoint main to_torch_tensor",
     "zero":
         "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter",

@@ -1,8 +1,18 @@
-"""From a checkpoint, of the engine or of the real DeepSpeed, to whole fp32 weights: one process, no ranks, no device."""
+"""From a checkpoint, of the engine or of the real DeepSpeed, to whole fp32 weights: one process, no ranks, no device.
+
+    python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--max_shard_size 5GB] [--safe_serialization] [--tag TAG] [...]
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+import os
 import re
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +21,37 @@ from torch import Tensor, nn
 
 from ...checkpoint.export import export
 from ...checkpoint.resolver import Alone, open_any
-from ...errors import ConfigError
-from .checkpoints import _latest
+from ...checkpoint.source import Opened
+from ...errors import CheckpointError
+from ...io.tensor_reader import Stored
+from .checkpoints import MODEL_FILE, OPTIMIZER_FILE, latest_tag
+from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_WHOLE = "pytorch_model.bin"
 
 
-def _folder(checkpoint_dir: str, tag: Any) -> Path:
+class LazyTensor:
+    """A tensor of a checkpoint, read by `contiguous()`."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._stored = stored
+        self.shape = torch.Size(stored.shape)
+        self.dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def contiguous(self) -> Tensor:
+        """In host memory."""
+        flat = torch.empty(self.shape.numel(), dtype=self.dtype, device="cpu")
+        self._stored.read(0, flat)
+        return flat.view(self.shape)
+
+
+def _folder(checkpoint_dir: Any, tag: Any) -> Path:
     root = Path(checkpoint_dir)
-    tag = _latest(root) if tag is None else str(tag)
+    tag = latest_tag(root) if tag is None else str(tag)
     if tag is None:
         raise ValueError(f"Unable to find 'latest' file at {root / 'latest'}: pass a tag")
     if not (root / tag).is_dir():
@@ -27,36 +59,108 @@ def _folder(checkpoint_dir: str, tag: Any) -> Path:
     return root / tag
 
 
+def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
+    """The checkpoint, and names of what is wanted of it."""
+    opened = open_any(Alone(), folder, verify=verify, values=False)  # type: ignore[arg-type]
+    frozen: set[str] = set()
+    if exclude_frozen:
+        told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
+        if "frozen" not in told:
+            raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
+        frozen = set(told["frozen"])
+    return opened, [name for name in opened.model if name not in frozen]
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
-) -> dict[str, Tensor]:
-    """Whole tensors by name, on the host; floating-point ones in fp32. lazy_mode has no effect: each is read once, alone."""
-    opened = open_any(Alone(), _folder(checkpoint_dir, tag), None, verify=True, values=False)
+    checkpoint_dir: Any, tag: Any = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """Whole tensors by name, on the host; floating-point ones in fp32. Tied ones share memory.
+
+    lazy_mode: nothing is read before `contiguous()` of each is called. exclude_frozen_parameters: what trains, and buffers.
+    """
+    opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
+    if not lazy_mode:
+        return read_whole(opened, torch.float32, set(names).__contains__)
     ties = opened.tied()
-    state = {}
-    for name, stored in opened.model.items():
-        if name not in ties and not (exclude_frozen_parameters and name not in opened.states and opened.states):
-            dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
-            flat = torch.empty(stored.numel, dtype=dtype)
-            stored.read(0, flat)
-            state[name] = flat.view(stored.shape)
-    state.update({alias: state[name] for alias, name in ties.items() if name in state})
-    return state
+    lazy = {name: LazyTensor(opened.model[name]) for name in names if name not in ties}
+    return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
+
+
+def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = False, dtype: Any = None) -> dict[str, Tensor]:
+    """Tensors in the place of lazy ones. return_empty_tensor: of their shapes, unread. dtype: of floating-point ones."""
+    made: dict[int, Tensor] = {}
+    for value in state_dict.values():
+        if id(value) not in made:
+            kept = _dtype_of(dtype) if dtype is not None and value.dtype.is_floating_point else value.dtype
+            made[id(value)] = torch.empty(value.shape, dtype=kept) if return_empty_tensor else value.contiguous().to(kept)
+    return {name: made[id(value)] for name, value in state_dict.items()}
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: Any, output_dir: Any, dtype: Any = torch.float32, max_shard_size: Any = "5GB",
+    safe_serialization: bool = False, tag: Any = None, exclude_frozen_parameters: bool = False,
+) -> None:  # fmt: skip
+    """Write whole weights into output_dir, some MiB at a time: model*.safetensors or pytorch_model*.bin, with an index where they
+    are several. Files of these names that are there are replaced.
+
+    max_shard_size: of one file, as 5GB, 500MiB or bytes; None: one file. Raises as zs.export.
+    """
+    source, out, dtype, most = _folder(checkpoint_dir, tag), Path(output_dir), _dtype_of(dtype), nbytes_of(max_shard_size)
+    opened, names = _open(source, exclude_frozen_parameters)
+    out.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=".zero_to_fp32.", suffix=".tmp", dir=out))
+    try:
+        if safe_serialization:
+            export(source, scratch / "made", dtype=dtype, max_shard_nbytes=most, names=names, verify=False)
+        else:
+            _write_torch(opened, source, scratch / "made", dtype, most, names)
+        for file in sorted((scratch / "made").iterdir(), key=lambda path: path.suffix == ".json"):
+            os.replace(file, out / file.name)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
+    """Files of torch.save, and their index."""
+    folder.mkdir()
+    ties, shards, total = opened.tied(), [[]], 0
+    nbytes = {name: opened.model[name].numel * _kept(opened.model[name], dtype).itemsize for name in names if name not in ties}
+    for name in nbytes:
+        if shards[-1] and sum(nbytes[each] for each in shards[-1]) + nbytes[name] > most:
+            shards.append([])
+        shards[-1].append(name)
+        total += nbytes[name]
+    files = [f"pytorch_model-{number:05d}-of-{len(shards):05d}.bin" for number in range(1, len(shards) + 1)]
+    files = [_WHOLE] if len(shards) == 1 else files
+    placed: dict[str, str] = {}
+    for file, shard in zip(files, shards, strict=True):
+        whole = [name for name in names if ties.get(name, name) in shard]
+        export(source, folder / file, dtype=dtype, format="torch", names=whole, verify=False)
+        placed |= dict.fromkeys(whole, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+        (folder / f"{_WHOLE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _kept(stored: Stored, dtype: torch.dtype) -> torch.dtype:
+    return dtype if stored.dtype.is_floating_point else stored.dtype
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str, output_dir: str, max_shard_size: Any = "5GB", safe_serialization: bool = False, tag: Any = None,
+    checkpoint_dir: Any, output_dir: Any, max_shard_size: Any = "5GB", safe_serialization: bool = False, tag: Any = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:  # fmt: skip
-    """Write whole fp32 weights into output_dir: safetensors of at most max_shard_size, or one pytorch_model.bin."""
-    if exclude_frozen_parameters:
-        raise ConfigError("convert_zero_checkpoint_to_fp32_state_dict: save with exclude_frozen_parameters=True, then convert.")
-    source, out = _folder(checkpoint_dir, tag), Path(output_dir)
-    if safe_serialization:
-        export(source, out, dtype=torch.float32, max_shard_nbytes=nbytes_of(max_shard_size))
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    export(source, out / "pytorch_model.bin", dtype=torch.float32, format="torch")
+    """convert_zero_checkpoint_to_state_dict in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def _dtype_of(dtype: Any) -> torch.dtype:
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if found not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {dtype!r}")
+    return found
 
 
 def nbytes_of(size: Any) -> int:
@@ -64,28 +168,50 @@ def nbytes_of(size: Any) -> int:
     if size is None:
         return 2**62
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(size))
-    if not found or found[2].upper() not in _UNITS:
+    nbytes = float(found[1]) * _UNITS.get(found[2].upper(), math.nan) if found else math.nan
+    if not nbytes >= 1:
         raise ValueError(f"max_shard_size: expected a number of bytes or a text like '5GB', got {size!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(nbytes)
 
 
-def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: Any = None) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, tag: Any = None) -> nn.Module:
     """The model, on the host, with the checkpoint's weights; it is none of `initialize` any more."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
-def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """A file of the checkpoint that holds parameters."""
-    return get_optim_files(checkpoint_dir)[0]
-
-
-def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """The files of the ranks: parameters and optimizer states lie in the same ones."""
+def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
+    """The file of a checkpoint that tells its counters and client_state; checkpoint_dir: with the tag."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    found = sorted(str(path) for pattern in ("*.distcp", "*_optim_states.pt") for path in Path(checkpoint_dir).glob(pattern))
+    for name in (MODEL_FILE, f"zero_pp_rank_0_{MODEL_FILE}"):
+        if (Path(checkpoint_dir) / name).is_file():
+            return str(Path(checkpoint_dir) / name)
+    raise FileNotFoundError(f"can't find model states file at '{checkpoint_dir}'")
+
+
+def get_optim_files(checkpoint_dir: Any) -> list[str]:
+    """The files that tell about optimizer states, by rank; of a checkpoint of the engine rank 0's, which tells the stage."""
+    if not Path(checkpoint_dir).is_dir():
+        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
+    found = {int(match[1]): str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")
+             if (match := re.search(r"zero_pp_rank_(\d+)_mp_rank_00", path.name))}  # fmt: skip
     if not found:
-        raise FileNotFoundError(f"can't find files of ranks in directory '{checkpoint_dir}'")
-    return found
+        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as {OPTIMIZER_FILE}")
+    return [found[rank] for rank in sorted(found)]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="From a ZeRO checkpoint to whole fp32 weights.")
+    parser.add_argument("checkpoint_dir", help="the folder that holds the folder of the tag, as path/checkpoint-12")
+    parser.add_argument("output_dir", help="the folder that the weights are written into")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one file, as 500MB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not files of torch.save")
+    parser.add_argument("-t", "--tag", help="of the checkpoint, as global_step14; without: what the file latest names")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out parameters that are not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**given)

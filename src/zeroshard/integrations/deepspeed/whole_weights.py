@@ -1,0 +1,120 @@
+"""Whole weights: of an engine, for one file that others read; of an opened checkpoint, in host memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import api
+from ...checkpoint.resolver import agreed
+from ...checkpoint.source import Opened
+from ...checkpoint.tensor_stream import stream_full_tensors
+from ...zero.runtime import runtime_of
+from .logs import logger
+
+_STREAM_NBYTES = 256 << 20  # gathered at a time
+
+
+def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Tensors of a checkpoint by name, on the host; floating-point ones in dtype, or as they are. Tied ones share memory."""
+    ties, state = opened.tied(), {}
+    for name, stored in opened.model.items():
+        if name not in ties and wanted(name):
+            kept = stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
+            flat = torch.empty(stored.numel, dtype=kept, device="cpu")
+            stored.read(0, flat)
+            state[name] = flat.view(stored.shape)
+    state.update({alias: state[name] for alias, name in ties.items() if name in state})
+    return state
+
+
+class WholeWeights:
+    """Mixed into the engine."""
+
+    module: nn.Module
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """The module's state dict; at stage 3 whole (collective)."""
+        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+            state: dict[str, Any] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
+        else:
+            state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self._without_frozen(state, prefix) if exclude_frozen_parameters else state
+        if destination is None:
+            return state
+        destination.update(state)
+        return destination
+
+    def _without_frozen(self, state: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {f"{prefix}{name}" for name, param in named if not param.requires_grad}
+        return {name: value for name, value in state.items() if name not in frozen}
+
+    def _whole_on_rank_0(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
+        """The state dict in host memory of rank 0, None on others (collective): some MiB are gathered at a time.
+
+        Tied tensors are one; every other has memory of its own.
+        """
+        first = runtime_of(self.module).comm.rank == 0
+        state = self.module.state_dict(keep_vars=True)
+        order = self._without_frozen(state) if exclude_frozen_parameters else state
+        frozen = state.keys() - order.keys()
+        found: dict[str, Any] = {}
+        for part in stream_full_tensors(self.module, max_nbytes=_STREAM_NBYTES):
+            copies: dict[int, Tensor] = {}
+            for name, value in part.items() if first else ():
+                if name not in frozen:
+                    if id(value) not in copies:
+                        copies[id(value)] = value.to("cpu", copy=True)
+                    found[name] = copies[id(value)]
+        found |= {name: value for name, value in order.items() if not isinstance(value, Tensor)}  # get_extra_state
+        return {name: found.pop(name) for name in order if name in found} | found if first else None
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights on the host of rank 0, None on others (collective)."""
+        if not self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+            raise ValueError("this function requires ZeRO-3 mode")
+        return self._whole_on_rank_0(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights to one file of torch.save, by rank 0 (collective). False, and no file, where the configuration's
+        stage3_gather_16bit_weights_on_model_save is.
+        """
+        path = os.path.join(save_dir, save_filename)
+        sharded = self.zero_optimization_partition_weights()  # type: ignore[attr-defined]
+        if sharded and not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
+            logger.info(f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False")
+            return False
+        state = self._whole_on_rank_0(exclude_frozen_parameters)
+
+        def write() -> None:
+            if state is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(state, path)
+
+        agreed(runtime_of(self.module).comm, "save_16bit_model: writing", write, path)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **unused: Any) -> None:
+        """Whole tensors by name, or a checkpoint that has them as 'module'."""
+        state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
