@@ -14,11 +14,12 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -164,10 +165,20 @@ class Pending:
         self._busy = True
         try:
             for hops in [hops for hops in self.items if hops.first.ready()]:
-                self.items.remove(hops)
-                hops.begin()
+                if hops in self.items:  # it may have begun in a wait of another
+                    self.items.remove(hops)
+                    hops.begin()
         finally:
             self._busy = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait: a second collective that waits in its beginning, for a buffer, keeps no other from beginning."""
+        busy, self._busy = self._busy, False
+        try:
+            yield
+        finally:
+            self._busy = busy
 
 
 class Comm(ABC):
@@ -338,9 +349,10 @@ class Comm(ABC):
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
         """Return when `done`; go on with all that peers may wait for."""
-        while not done():
-            self.poll()
-            time.sleep(_PAUSE_S)
+        with self.pending.waiting():
+            while not done():
+                self.poll()
+                time.sleep(_PAUSE_S)
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

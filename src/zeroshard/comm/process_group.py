@@ -301,7 +301,7 @@ class DistComm(Comm):
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
         deadline = time.monotonic() + self.stall_timeout_s
-        with self.explained(label):
+        with self.explained(label), self.pending.waiting():
             while not done():
                 self.poll()
                 if self.desk.told is not None:

@@ -8,6 +8,8 @@ All groups end with the same bits: each element is summed once, by one rank, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -62,7 +64,7 @@ class ReplicatedComm(Wrapper):
     ) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
         assert self._sums is not None
-        self.comm.wait_until(self._sums.has_given, label)
+        self.wait_until(self._sums.has_given, label)
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
         share = exact_share(self.world_size)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
@@ -71,11 +73,11 @@ class ReplicatedComm(Wrapper):
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
             work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
-            return Hops(self.comm, work, copy, Sent(), label)
+            return Hops(self, work, copy, Sent(), label)
 
         def copy() -> Work:
             work = self.outer.gather(sums.tensor, sums, label, tag=tag)
-            return Hops(self.comm, work, lambda: fill(work), Sent(), label)
+            return Hops(self, work, lambda: fill(work), Sent(), label)
 
         def fill(work: Work) -> Work:
             total = sums.tensor[:numel]
@@ -83,7 +85,10 @@ class ReplicatedComm(Wrapper):
             self._sums.give(slot, work)
             return Work()
 
-        return Hops(self.comm, first, across, self.volume("reduce", numel, sent), label)
+        return Hops(self, first, across, self.volume("reduce", numel, sent), label)
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        self.outer.wait_until(done, label)  # it goes on with both, and hears of failures on other nodes
 
     def poll(self) -> None:
         self.comm.poll()
