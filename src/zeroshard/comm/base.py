@@ -105,7 +105,8 @@ class Hops(Work):
 
     def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
         """sent: of both."""
-        self.comm, self.first, self.second, self._go_on, self.sent, self.label = comm, first, Work(), go_on, sent, label
+        self.comm, self.first, self._go_on, self.sent, self.label = comm, first, go_on, sent, label
+        self.second: Work | None = None  # until it has begun
         self._begun = self._over = False
         self._ticket: Any = None
         if comm.waits_on_host:
@@ -122,6 +123,7 @@ class Hops(Work):
 
     def _finish(self) -> None:
         self.begin()
+        assert self.second is not None
         self.second.wait()
         self.take((self.second.square_sum, self.first.culprits))  # the second knows who passed it on
         self._over = True
@@ -130,7 +132,7 @@ class Hops(Work):
         if not self.comm.waits_on_host:
             return self._ticket is None
         self.comm.pending.advance()
-        return self._over or (self._begun and self.second.ready())
+        return self._over or (self.second is not None and self.second.ready())
 
     def wait(self) -> None:
         if not self.comm.waits_on_host:
@@ -142,13 +144,14 @@ class Hops(Work):
 
     def drain(self) -> None:
         self.wait()
+        assert self.second is not None
         self.first.drain()
         self.second.drain()
 
     def drained(self) -> bool:
         if not self.comm.waits_on_host:
             return self._ticket is None
-        return self.ready() and self.first.drained() and self.second.drained()
+        return self.second is not None and self.ready() and self.first.drained() and self.second.drained()
 
 
 class Pending:

@@ -310,6 +310,14 @@ class DistComm(Comm):
                     raise RuntimeError("timed out")  # see `judge`
                 time.sleep(_PAUSE_S)
 
+    def fence_write(self, synchronised: bool = False) -> None:
+        if self.beside and self.local is not None:  # ranks of this host read each other's shards
+            self.local.fence_write(synchronised)
+
+    def fence_read(self) -> None:
+        if self.beside and self.local is not None:
+            self.local.fence_read()
+
     def poll(self) -> None:
         self.pending.advance()
         for go_on in self.beside:
