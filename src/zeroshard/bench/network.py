@@ -218,7 +218,11 @@ def _rank(rank: int, world_size: int, plan: Plan, nodes: Nodes) -> tuple[int, di
                     seen[way.name].sent.append(sent)
                     seen[way.name].losses += losses
                 if way.options is not None:
-                    seen[way.name].theory = zs.report(model).theory_between_nbytes_per_step
+                    report = zs.report(model)  # the size of low-rank factors follows from each matrix: ranks count them
+                    counted = way.options.get("zero_quantized_gradients") == "low_rank"
+                    seen[way.name].theory = (
+                        report.measured_between_nbytes_per_step if counted else report.theory_between_nbytes_per_step
+                    )
         found[bandwidth] = list(seen.values())
     numel = sum(p.numel() for p in build_model(dataclasses.replace(plan.workload, meta=True)).parameters())
     return numel, found

@@ -62,9 +62,19 @@ class StagingPool:
         assert numel * dtype.itemsize <= self.nbytes
         return self._prepare(self._find_free(), numel, dtype, whole)
 
-    def has_given(self) -> bool:
-        """True where not all buffers are taken."""
-        return any(not buffer.taken for buffer in self._buffers)
+    def opening(self) -> Callable[[], bool]:
+        """Asks whether not all buffers are taken; after some seconds, whether there is a further one: ranks may wait for one another."""
+        begin = time.monotonic()
+
+        def is_open() -> bool:
+            free = [number for number, buffer in enumerate(self._buffers) if not buffer.taken]
+            if any(number < self.count or self._buffers[number].touched for number in free):
+                return True
+            late = time.monotonic() - begin > self._longest_s and bool(free or not self.comm.shares_memory)
+            self._longest_s = _PATIENCE_S if late else self._longest_s
+            return late
+
+        return is_open
 
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""

@@ -56,6 +56,7 @@ class HierarchicalComm(Wrapper):
         self._rows_nbytes = 0
         self._rows: StagingPool | None = None
         self._sums: StagingPool | None = None
+        self._reductions = 0  # that may be under way at a time, where ranks leave out different ones
         self._sums_nbytes = 0
 
     def _node(self, parts: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -112,6 +113,7 @@ class HierarchicalComm(Wrapper):
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         self.outer.reserve_slices(numel, self.sums or dtype)
         self.inner.reserve_slices(numel * self.outer.world_size, dtype)
+        self._reductions += 1
         self._sums_nbytes = max(self._sums_nbytes, numel * self.outer.world_size * (self.sums or dtype).itemsize)
 
     def open(self) -> None:
@@ -119,7 +121,7 @@ class HierarchicalComm(Wrapper):
         self.outer.open()
         self._open_rows()
         if self._sums is None:
-            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, max(_BUFFERS, self._reductions))
 
     def release(self) -> None:
         for pool in (self._rows, self._sums, *self._secondary.values()):
@@ -173,7 +175,7 @@ class HierarchicalComm(Wrapper):
             pool.give(0, None)
             return pool, 0, rows
         assert self._rows is not None
-        self.comm.wait_until(self._rows.has_given, label)
+        self.comm.wait_until(self._rows.opening(), label)
         return self._rows, *self._rows.take(numel, dtype, whole=False)
 
     def reduce(
@@ -181,7 +183,7 @@ class HierarchicalComm(Wrapper):
     ) -> Work:
         numel, dtype = out.numel() * self.outer.world_size, self.sums or source.tensor.dtype
         assert self._sums is not None
-        self.comm.wait_until(self._sums.has_given, label)
+        self.comm.wait_until(self._sums.opening(), label)
         slot, sums = self._sums.take(numel, dtype)
         share = exact_share(self.inner.world_size)
         first = self.inner.reduce(

@@ -49,7 +49,7 @@ class LowRankReductions(Wrapper):
         self.comm.reserve_slices(self._numel // self.world_size, torch.float32)
         self.comm.open()
         if not self._pools:
-            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, _BUFFERS) for _ in range(2)]
+            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, max(_BUFFERS, len(self._factors))) for _ in range(2)]
 
     def release(self) -> None:
         for pool in self._pools:
@@ -68,7 +68,7 @@ class LowRankReductions(Wrapper):
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
         factors, flat = self._factors[tag], source.tensor
-        self.comm.wait_until(self._pools[0].has_given, label)  # it is given back at the end: then the second pool has one as well
+        self.comm.wait_until(self._pools[0].opening(), label)  # it is given back at the end: then the second pool has one as well
         slot, region = self._pools[0].take(self._padded(factors.sent_numel), torch.float32)
 
         def middle(mean: Tensor) -> Work:

@@ -33,18 +33,20 @@ class ReplicatedComm(Wrapper):
         self.replicas, self.replica = outer.world_size, outer.rank
         self._sums_nbytes = 0
         self._sums: StagingPool | None = None
+        self._reductions = 0  # that may be under way at a time, where ranks leave out different ones
 
     def reserve_slices(self, numel: int, dtype: torch.dtype) -> None:
         part = round_up(numel, self.replicas) // self.replicas
         self.comm.reserve_slices(numel, dtype)
         self.outer.reserve_slices(part, dtype)
+        self._reductions += 1
         self._sums_nbytes = max(self._sums_nbytes, part * self.replicas * dtype.itemsize)
 
     def open(self) -> None:
         self.comm.open()
         self.outer.open()
         if self._sums is None:
-            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, _BUFFERS + 1)
+            self._sums = StagingPool(self.outer, self.ledger, self._sums_nbytes, _BUFFERS, max(_BUFFERS, self._reductions))
 
     def release(self) -> None:
         self._sums.close() if self._sums is not None else None
@@ -64,7 +66,7 @@ class ReplicatedComm(Wrapper):
     ) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
         assert self._sums is not None
-        self.wait_until(self._sums.has_given, label)
+        self.wait_until(self._sums.opening(), label)
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
         share = exact_share(self.world_size)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
