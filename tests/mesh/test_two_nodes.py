@@ -1,6 +1,7 @@
 """Real nodes: two network namespaces with a link, two ranks in each. What goes over the link is what its device counts.
 
-Skipped, with the reason, where the machine lets us make no namespaces. `zeroshard bench --sections network` has the times.
+Skipped, with the reason, where the machine lets us make no namespaces. `zeroshard bench --sections network` has the times;
+ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
 import os
@@ -19,7 +20,8 @@ from zeroshard.launch import run_processes
 from zeroshard.memory import pool
 
 RANKS_HERE = 2
-STALL_S = 4.0
+STALL_S = 3.0
+SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 WIDTH, LAYERS = 512, 4
 M = 4 * LAYERS * (WIDTH + 1) * WIDTH  # bytes of all parameters
 PACKED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
@@ -82,7 +84,7 @@ def train(model, optimizer, rank: int, steps: int, width: int = WIDTH) -> list[f
 
 def sharded(net: nn.Module, **options):
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    return zs.shard(net, optimizer, units=("Linear",), stall_timeout_s=20.0, **{"stage": 3} | options)
+    return zs.shard(net, optimizer, units=("Linear",), **{"stage": 3, "stall_timeout_s": 20.0} | options)
 
 
 # -- numbers and bytes -----------------------------------------------------------------------------------------------
@@ -193,7 +195,6 @@ def go_on(rank: int, ranks: int, nodes: Nodes, disk: str):
         begin = time.monotonic()
         case(rank, disk)
         took[case.__name__] = time.monotonic() - begin
-        print(rank, case.__name__, took[case.__name__], flush=True)
     return took
 
 
@@ -226,7 +227,7 @@ def die():
 
 
 def dawdle_in_the_tokenizer():
-    time.sleep(3 * STALL_S)
+    time.sleep(2.5 * STALL_S)
 
 
 def fail(rank: int, ranks: int, nodes: Nodes, culprit: int, what, options: dict):
@@ -247,7 +248,7 @@ HOPS = {"two hops": {}, "groups": {"shard_size": 2}, "packed": {"zero_hpz_partit
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", HOPS)
+@pytest.mark.parametrize("way", HOPS if SLOW else ["two hops"])
 def test_an_exception_on_another_node_is_told_once_as_that_of_its_rank(nodes, way):
     results = run_processes(fail, 4, nodes, 3, lose_the_image, HOPS[way], grace_s=15.0, check=False)
     assert "KeyError: 'no such image'" in results[3].error
@@ -259,7 +260,7 @@ def test_an_exception_on_another_node_is_told_once_as_that_of_its_rank(nodes, wa
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", HOPS)
+@pytest.mark.parametrize("way", HOPS if SLOW else ["groups"])
 def test_a_rank_that_is_killed_is_named_on_both_nodes(nodes, way):
     results = run_processes(fail, 4, nodes, 2, die, HOPS[way], grace_s=20.0, check=False)
     for rank in (0, 1, 3):
@@ -270,7 +271,7 @@ def test_a_rank_that_is_killed_is_named_on_both_nodes(nodes, way):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("way", HOPS)
+@pytest.mark.parametrize("way", HOPS if SLOW else ["packed"])
 def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
     results = run_processes(fail, 4, nodes, 1, dawdle_in_the_tokenizer, HOPS[way], grace_s=30.0, check=False)
     for result in results:

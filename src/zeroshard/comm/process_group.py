@@ -131,9 +131,7 @@ class _Explained:
             raise self._known(failure) from None  # c10d's words are those of any broken connection
 
     def _known(self, failure: Failure) -> Exception:
-        desk = self.comm.desk
-        desk.failure = desk.failure or failure.error
-        return failure.raised(self.comm.place(self.label))
+        return self.comm.heard(failure, self.label)
 
 
 def talking_device(device: torch.device) -> torch.device:
@@ -305,7 +303,7 @@ class DistComm(Comm):
             while not done():
                 self.poll()
                 if self.desk.told is not None:
-                    raise self.desk.told.raised(self.place(label))
+                    raise self.heard(self.desk.told, label)
                 if time.monotonic() > deadline:
                     raise RuntimeError("timed out")  # see `judge`
                 time.sleep(_PAUSE_S)
@@ -343,6 +341,13 @@ class DistComm(Comm):
     @property
     def failure(self) -> Exception | None:
         return self.desk.failure
+
+    def heard(self, failure: Failure, label: str) -> Exception:
+        """What this rank raises of it. Ranks of this host, which may wait for this one alone, hear of it first."""
+        self.desk.failure = self.desk.failure or failure.error
+        if self.beside and self.local is not None:
+            self.local.fail(failure)
+        return failure.raised(self.place(label))
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error
