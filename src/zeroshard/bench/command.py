@@ -116,7 +116,7 @@ def _parser() -> Parser:
     add("--path", metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
     usual = network.Plan.bandwidths
-    add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second, as 100M,1G (default: 200M)")
+    add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
     add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
 

@@ -3,11 +3,12 @@
     python -m zeroshard.bench.network                                    200 Mbit/s, some 3 minutes on 2 cores
     python -m zeroshard.bench.network --bandwidths 100M,200M,1G --json numbers.json
 
-Nodes are network namespaces (nodes.py); ranks of one share memory, as on one host, and FSDP2's use gloo there. All contenders are
-alive in the same four processes and take turns in each round; times are of the slowest rank, medians over rounds, ratios medians of
-the ratios within a round. Bytes are what the link's counters at node 0 saw (Ethernet, IP and TCP included, and what ranks tell each
-other besides) beside the formulas of `zs.report`, summed over the ranks of that node. The *bound* of a step is those bytes over the
-bandwidth: the rest is computation, which four ranks do on whatever cores there are, and waiting.
+Nodes are network namespaces (nodes.py); ranks of one share memory, as on one host, and FSDP2's use gloo there. All
+contenders are alive in the same four processes and take turns in each round; times are of the slowest rank, medians over
+rounds, ratios medians of the ratios within a round. Bytes are what the link's counters at node 0 saw (Ethernet, IP and TCP
+included, and what ranks tell each other besides) beside the formulas of `zs.report`, summed over the ranks of that node. The
+*bound* of a step is those bytes over the bandwidth: the rest is computation, which four ranks do on whatever cores there
+are, and waiting.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ LOSS_TOLERANCE = 2e-5  # of what sends everything plain; see statistics.py
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes of the sizes in `mesh`. plain: nothing is packed."""
+    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes as long as `mesh` says. plain: nothing is packed."""
 
     name: str
     label: str
@@ -96,7 +97,7 @@ class Plan:
 
 @dataclass
 class Crossed:
-    """What was measured of one way. step_s: by round, of the slowest rank; sent, theory: bytes of node 0 over the link in a step."""
+    """What was measured of one way. step_s: by round, of the slowest rank; sent, theory: bytes that leave node 0 in a step."""
 
     name: str
     label: str
@@ -139,7 +140,8 @@ class Crossing:
                 text = f"{at}: hpZ + qwZ + qgZ, times faster than {what}"
                 found.append(Goal(text, self.times_faster(ours, name), SPEED_GOAL, "network", at_least=True))
         differences = [abs(way.of_theory - 1) for way in self.ways if way.of_theory is not None]
-        return [*found, Goal(f"{at}: counters, largest distance from the formulas", max(differences, default=None), BYTES_GOAL, "network")]
+        text = f"{at}: counters, largest distance from the formulas"
+        return [*found, Goal(text, max(differences, default=None), BYTES_GOAL, "network")]
 
     @property
     def losses_agree(self) -> bool:
@@ -284,8 +286,8 @@ def sheet(result: Crossing) -> Sheet:
     ]
     if not result.losses_agree:
         notes.append(("losses of what sends everything plain differ", WARNING))
-    title = f"Two nodes of two ranks, {result.bandwidth / 1e6:.0f} Mbit/s between them, {result.numel / 1e6:.1f}M parameters, stage 3, fp32"
-    return Sheet.of(title, columns, result.ways, notes)
+    title = f"Two nodes of two ranks, {result.bandwidth / 1e6:.0f} Mbit/s between them, {result.numel / 1e6:.1f}M parameters"
+    return Sheet.of(f"{title}, stage 3, fp32", columns, result.ways, notes)
 
 
 def bandwidth_of(text: str) -> float:
@@ -304,7 +306,8 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code: 2 where nothing could be measured."""
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.network", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--bandwidths", type=bandwidths_of, default=Plan.bandwidths, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
+    usual = Plan.bandwidths
+    add("--bandwidths", type=bandwidths_of, default=usual, metavar="LIST", help="bits a second, such as 100M,1G (default: 200M)")
     add("--rounds", type=int, default=Plan.rounds, help=f"default: {Plan.rounds}")
     add("--steps", type=int, default=Plan.steps, help=f"of a turn (default: {Plan.steps})")
     add("--only", default="", metavar="NAMES", help=f"of {', '.join(way.name for way in WAYS)}")

@@ -4,8 +4,8 @@
 
     node 0: 10.77.0.1 zs0 --tbf-->            <--tbf-- zs0 10.77.0.2 :node 1       a pair of veth devices, shaped at both ends
 
-Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The names are
-this process's own, and nothing is left of them at the end. It takes root, or a user namespace whose root one is: `in_user_namespace`.
+Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
+names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins). It takes root, or a user namespace whose root one is: `in_user_namespace`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEVICE = "zs0"
+_FOLDER, _PREFIX = "/run/netns", "zeroshard-"
 _CLONE_NEWNET = 0x40000000
 _BURST_S, _LEAST_BURST_NBYTES, _QUEUE = 0.004, 1 << 18, "50ms"
-_AS_ROOT = ("unshare", "--user", "--map-root-user", "--mount", "--net", "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net")
+_AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")
 
 
 class NodesUnavailable(RuntimeError):
@@ -33,10 +35,11 @@ class Nodes:
 
     def __init__(self, rate_bits_per_s: float) -> None:
         self.rate_bits_per_s = rate_bits_per_s
-        name = f"zeroshard-{os.getpid()}-{secrets.token_hex(3)}"
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
         self.names = [f"{name}-{node}" for node in range(2)]
 
     def __enter__(self) -> Nodes:
+        _sweep()
         try:
             for name in self.names:
                 _run("ip", "netns", "add", name)
@@ -66,8 +69,8 @@ class Nodes:
         return f"10.77.0.{node + 1}"
 
     def enter(self, node: int, ranks_here: int) -> None:
-        """Move the calling process to a node, with what launchers and gloo read there. By its first thread: others follow none."""
-        with open(f"/run/netns/{self.names[node]}") as file:
+        """Move the calling process to a node, with what launchers and gloo read there. By its first thread, before others are."""
+        with open(f"{_FOLDER}/{self.names[node]}") as file:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"setns to {self.names[node]}")
         os.environ |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(ranks_here)}
@@ -75,6 +78,14 @@ class Nodes:
     def __exit__(self, *_: object) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)  # with its end of the link
+
+
+def _sweep() -> None:
+    """Remove what a process that was killed has left."""
+    for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
+        owner, _, _ = name.removeprefix(_PREFIX).partition("-")
+        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
 def sent_nbytes() -> int:
@@ -96,7 +107,7 @@ def why_not() -> str | None:
 
 
 def in_user_namespace(command: Sequence[str]) -> list[str]:
-    """The same command for who is not root: as root of a user namespace with mounts and devices of its own (util-linux's unshare)."""
+    """The same command for who is not root: as root of a user namespace with mounts and devices of its own (util-linux)."""
     return [*_AS_ROOT, *command]
 
 

@@ -63,7 +63,7 @@ class StagingPool:
         return self._prepare(self._find_free(), numel, dtype, whole)
 
     def opening(self) -> Callable[[], bool]:
-        """Asks whether not all buffers are taken; after some seconds, whether there is a further one: ranks may wait for one another."""
+        """Asks whether not all buffers are taken; after some seconds, whether a further one is there: peers may wait as well."""
         begin = time.monotonic()
 
         def is_open() -> bool:

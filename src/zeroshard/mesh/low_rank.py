@@ -49,7 +49,8 @@ class LowRankReductions(Wrapper):
         self.comm.reserve_slices(self._numel // self.world_size, torch.float32)
         self.comm.open()
         if not self._pools:
-            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, max(_BUFFERS, len(self._factors))) for _ in range(2)]
+            limit = max(_BUFFERS, len(self._factors))
+            self._pools = [StagingPool(self.comm, self.ledger, 4 * self._numel, _BUFFERS, limit) for _ in range(2)]
 
     def release(self) -> None:
         for pool in self._pools:
