@@ -256,7 +256,8 @@ def test_an_exception_on_another_node_is_told_once_as_that_of_its_rank(nodes, wa
     for rank in range(3):
         assert results[rank].value is not None, (rank, results[rank].error)
         kind, culprit, text, seconds = results[rank].value
-        assert (kind, culprit) == ("PeerFailed", 3) and "KeyError: 'no such image'" in text and text.count("Traceback (") == 1, text
+        assert (kind, culprit) == ("PeerFailed", 3), text
+        assert "KeyError: 'no such image'" in text and text.count("Traceback (") == 1, text
         assert seconds < 10
 
 

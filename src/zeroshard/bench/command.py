@@ -172,7 +172,8 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 def _measure(plan: Plan, say: Say) -> Results:
     fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _gpu), strict=True):
+    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _gpu)
+    for section, run in zip(SECTIONS, runs, strict=True):
         if section in plan.sections:
             try:
                 fields |= run(plan, say)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -50,7 +49,7 @@ LOSS_TOLERANCE = 2e-5  # of what sends everything plain; see statistics.py
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes as long as `mesh` says. plain: nothing is packed."""
+    """One way to train at stage 3. options: of zs.shard; None: FSDP2, over axes of `mesh` ranks. plain: nothing is packed."""
 
     name: str
     label: str

@@ -5,7 +5,8 @@
     node 0: 10.77.0.1 zs0 --tbf-->            <--tbf-- zs0 10.77.0.2 :node 1       a pair of veth devices, shaped at both ends
 
 Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
-names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins). It takes root, or a user namespace whose root one is: `in_user_namespace`.
+names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins).
+It takes root, or a user namespace whose root one is: `in_user_namespace`.
 """
 
 from __future__ import annotations
