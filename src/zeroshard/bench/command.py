@@ -5,6 +5,7 @@
     zeroshard bench --only zs3,ddp --rounds 10   two contenders, more rounds
     zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
+    zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
     zeroshard bench --sections host              the micro-benchmarks only
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
@@ -30,7 +31,7 @@ import torch
 from ..cli.arguments import Parser, UsageError
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, plot, report, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, plot, report, statistics
 from .micro_benchmark import Unmeasured, apart
 from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
 from .race import race
@@ -47,6 +48,7 @@ SECTIONS = {  # in the order in which they are run
     "codecs": "quantization on the host beside memory copies",
     "disk": "the file engine beside dd and fio",
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
+    "network": "two nodes of two ranks, in namespaces, with a slow link between them",
     "gpu": "one GPU: each tier, and the largest models",
 }
 QUICK_SECTIONS = ("cpu", "host", "gpu")
@@ -67,6 +69,7 @@ class Plan:
     sections: tuple[str, ...]
     quick: bool
     largest_s: float
+    bandwidths: tuple[float, ...]
     out: Path
 
 
@@ -112,6 +115,8 @@ def _parser() -> Parser:
     add("--pin-cores", action="store_true", help="bind rank r to core r")
     add("--path", metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
+    usual = network.Plan.bandwidths
+    add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
     add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
     return parser
 
@@ -143,6 +148,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
+        bandwidths=arguments.bandwidths,
         out=arguments.out or Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S"),
     )
 
@@ -166,7 +172,8 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 def _measure(plan: Plan, say: Say) -> Results:
     fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    for section, run in zip(SECTIONS, (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _gpu), strict=True):
+    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _gpu)
+    for section, run in zip(SECTIONS, runs, strict=True):
         if section in plan.sections:
             try:
                 fields |= run(plan, say)
@@ -223,6 +230,11 @@ def _checkpoints(plan: Plan, say: Say) -> dict[str, Any]:
     if plan.workload.swap_path is None:
         raise Unmeasured(NO_DISK)
     return {"checkpoints": checkpoints.run(plan.workload.swap_path, log_dir=plan.out / "logs-checkpoints", say=say)}
+
+
+def _network(plan: Plan, say: Say) -> dict[str, Any]:
+    say(f"two nodes and a link of {', '.join(f'{bandwidth / 1e6:.0f}' for bandwidth in plan.bandwidths)} Mbit/s")
+    return {"network": network.run(network.Plan(plan.bandwidths))}
 
 
 def _gpu(plan: Plan, say: Say) -> dict[str, Any]:

@@ -6,8 +6,8 @@ their own (cpu_adam.py, codecs.py, disk.py, checkpoints.py) bring theirs.
 results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contenders`, one entry per contender with
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
-with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`: what these
-programs give; `gpu` (contenders and the largest models, or why there is none); `goals`. What was not measured is null,
+with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`:
+what these programs give; `gpu` (contenders and the largest models, or why there is none); `goals`. What was not measured is null,
 never a guess.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, network, statistics
 from .checkpoints import Kepts
 from .host_overhead import HostWork
 from .overlap import Overlap
@@ -99,6 +99,7 @@ class Results:
     disk: dict[str, Any] | None = None  # see disk.run
     skipped: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Kepts] = field(default_factory=list)
+    network: list[network.Crossing] = field(default_factory=list)  # one per bandwidth
     codecs: list[dict[str, Any]] = field(default_factory=list)  # see codecs.measure
 
     @property
@@ -113,7 +114,7 @@ class Results:
         found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
         found += codecs.goals(self.codecs)
         found += disk.goals(self.disk) if self.disk else []
-        return found + [goal for kepts in self.checkpoints for goal in kepts.goals]
+        return found + [goal for one in (*self.checkpoints, *self.network) for goal in one.goals]
 
     def sheets(self) -> Iterator[Sheet]:
         """All tables, in the order in which the work was done."""
@@ -131,6 +132,7 @@ class Results:
         for section, why in self.skipped.items():
             yield Sheet(section, notes=[(f"{section}: not measured: {why}", WARNING)])
         yield from map(checkpoints.sheet, self.checkpoints)
+        yield from map(network.sheet, self.network)
         if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
             yield Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)])
         elif self.gpu_workload is not None:
@@ -298,6 +300,7 @@ def write_json(results: Results, path: Path) -> None:
         "codecs": results.codecs or results.skipped.get("codecs"),
         "disk": results.disk or results.skipped.get("disk"),
         "checkpoints": {kepts.size: asdict(kepts) for kepts in results.checkpoints},
+        "network": [asdict(crossing) for crossing in results.network] or results.skipped.get("network"),
         "gpu": results.gpu_skipped or _gpu_entry(results),
         "goals": [asdict(goal) | {"verdict": goal.verdict} for goal in results.goals],
     }  # fmt: skip

@@ -14,11 +14,12 @@ Reductions sum in fp32 in rank order, whatever was sent: the result does not dep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -105,7 +106,8 @@ class Hops(Work):
 
     def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
         """sent: of both."""
-        self.comm, self.first, self.second, self._go_on, self.sent, self.label = comm, first, Work(), go_on, sent, label
+        self.comm, self.first, self._go_on, self.sent, self.label = comm, first, go_on, sent, label
+        self.second: Work | None = None  # until it has begun
         self._begun = self._over = False
         self._ticket: Any = None
         if comm.waits_on_host:
@@ -122,6 +124,7 @@ class Hops(Work):
 
     def _finish(self) -> None:
         self.begin()
+        assert self.second is not None
         self.second.wait()
         self.take((self.second.square_sum, self.first.culprits))  # the second knows who passed it on
         self._over = True
@@ -130,7 +133,7 @@ class Hops(Work):
         if not self.comm.waits_on_host:
             return self._ticket is None
         self.comm.pending.advance()
-        return self._over or (self._begun and self.second.ready())
+        return self._over or (self.second is not None and self.second.ready())
 
     def wait(self) -> None:
         if not self.comm.waits_on_host:
@@ -142,13 +145,14 @@ class Hops(Work):
 
     def drain(self) -> None:
         self.wait()
+        assert self.second is not None
         self.first.drain()
         self.second.drain()
 
     def drained(self) -> bool:
         if not self.comm.waits_on_host:
             return self._ticket is None
-        return self.ready() and self.first.drained() and self.second.drained()
+        return self.second is not None and self.ready() and self.first.drained() and self.second.drained()
 
 
 class Pending:
@@ -165,10 +169,20 @@ class Pending:
         self._busy = True
         try:
             for hops in [hops for hops in self.items if hops.first.ready()]:
-                self.items.remove(hops)
-                hops.begin()
+                if hops in self.items:  # it may have begun in a wait of another
+                    self.items.remove(hops)
+                    hops.begin()
         finally:
             self._busy = False
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait: a second collective that waits in its beginning, for a buffer, keeps no other from beginning."""
+        busy, self._busy = self._busy, False
+        try:
+            yield
+        finally:
+            self._busy = busy
 
 
 class Comm(ABC):
@@ -348,9 +362,10 @@ class Comm(ABC):
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
         """Return when `done`; go on with all that peers may wait for."""
-        while not done():
-            self.poll()
-            time.sleep(_PAUSE_S)
+        with self.pending.waiting():
+            while not done():
+                self.poll()
+                time.sleep(_PAUSE_S)
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

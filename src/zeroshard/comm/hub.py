@@ -176,6 +176,10 @@ class Hub:
 
     def wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         """Receive until `done`; raise when a rank in `missing` can not come any more."""
+        with self.pending.waiting():
+            self._wait_for(done, missing, label)
+
+    def _wait_for(self, done: Callable[[], bool], missing: Callable[[], list[int]], label: str) -> None:
         begin, noted = time.monotonic(), False
         self.progress.wait(label, missing)
         self._go_on()

@@ -139,9 +139,7 @@ class _Explained:
             raise self._known(failure) from None  # c10d's words are those of any broken connection
 
     def _known(self, failure: Failure) -> Exception:
-        desk = self.comm.desk
-        desk.failure = desk.failure or failure.error
-        return failure.raised(self.comm.place(self.label))
+        return self.comm.heard(failure, self.label)
 
 
 def talking_device(device: torch.device) -> torch.device:
@@ -314,14 +312,22 @@ class DistComm(Comm):
 
     def wait_until(self, done: Callable[[], bool], label: str) -> None:
         deadline = time.monotonic() + self.stall_timeout_s
-        with self.explained(label):
+        with self.explained(label), self.pending.waiting():
             while not done():
                 self.poll()
                 if self.desk.told is not None:
-                    raise self.desk.told.raised(self.place(label))
+                    raise self.heard(self.desk.told, label)
                 if time.monotonic() > deadline:
                     raise RuntimeError("timed out")  # see `judge`
                 time.sleep(_PAUSE_S)
+
+    def fence_write(self, synchronised: bool = False) -> None:
+        if self.beside and self.local is not None:  # ranks of this host read each other's shards
+            self.local.fence_write(synchronised)
+
+    def fence_read(self) -> None:
+        if self.beside and self.local is not None:
+            self.local.fence_read()
 
     def poll(self) -> None:
         self.pending.advance()
@@ -348,6 +354,13 @@ class DistComm(Comm):
     @property
     def failure(self) -> Exception | None:
         return self.desk.failure
+
+    def heard(self, failure: Failure, label: str) -> Exception:
+        """What this rank raises of it. Ranks of this host, which may wait for this one alone, hear of it first."""
+        self.desk.failure = self.desk.failure or failure.error
+        if self.beside and self.local is not None:
+            self.local.fail(failure)
+        return failure.raised(self.place(label))
 
     def fail(self, failure: Failure) -> None:
         self.desk.failure = self.desk.failure or failure.error

@@ -93,6 +93,10 @@ class StagingPool:
 
     def _find_free(self) -> int:
         """A free buffer: wait for a slow peer, but not for one that itself waits."""
+        with self.comm.pending.waiting():
+            return self._wait_for_free()
+
+    def _wait_for_free(self) -> int:
         begin, announced = time.monotonic(), False
         try:
             while True:

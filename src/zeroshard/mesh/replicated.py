@@ -76,11 +76,11 @@ class ReplicatedComm(Wrapper):
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
             work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
-            return Hops(self.comm, work, copy, Sent(), label)
+            return Hops(self, work, copy, Sent(), label)
 
         def copy() -> Work:
             work = self.outer.gather(sums.tensor, sums, label, tag=tag)
-            return Hops(self.comm, work, lambda: fill(work), Sent(), label)
+            return Hops(self, work, lambda: fill(work), Sent(), label)
 
         def fill(work: Work) -> Work:
             total = sums.tensor[:numel]
@@ -88,7 +88,10 @@ class ReplicatedComm(Wrapper):
             self._sums.give(slot, work)
             return Work()
 
-        return Hops(self.comm, first, across, self.volume("reduce", numel, sent), label)
+        return Hops(self, first, across, self.volume("reduce", numel, sent), label)
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        self.outer.wait_until(done, label)  # it goes on with both, and hears of failures on other nodes
 
     def poll(self) -> None:
         self.comm.poll()

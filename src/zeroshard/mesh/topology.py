@@ -118,6 +118,8 @@ def open_topology(config: Config, comm: Comm, ledger: Ledger, warm: Callable[[in
         nodes = _even(comm.world_size, config.zero_hpz_partition_size)
     elif config.hierarchical is not False:
         nodes = _hosts(comm)
+        if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
+            topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
     if groups is not None and 1 < len(groups):
         _replicate(topology, config, ledger, warm, groups)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -102,6 +102,9 @@ class Wrapper(Comm):
 
     def peers_wait(self) -> bool:
         return self.comm.peers_wait()
+
+    def wait_until(self, done: Callable[[], bool], label: str) -> None:
+        self.comm.wait_until(done, label)
 
     def poll(self) -> None:
         self.comm.poll()

@@ -1,0 +1,121 @@
+"""Two "nodes" on one machine: network namespaces joined by a link of a chosen bandwidth (iproute2's `ip netns` and `tc`).
+
+    with Nodes(rate_bits_per_s=200e6) as nodes:      each rank: nodes.enter(node), before it opens any connection
+
+    node 0: 10.77.0.1 zs0 --tbf-->            <--tbf-- zs0 10.77.0.2 :node 1       a pair of veth devices, shaped at both ends
+
+Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
+names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins).
+It takes root, or a user namespace whose root one is: `in_user_namespace`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+DEVICE = "zs0"
+_FOLDER, _PREFIX = "/run/netns", "zeroshard-"
+_CLONE_NEWNET = 0x40000000
+_BURST_S, _LEAST_BURST_NBYTES, _QUEUE = 0.004, 1 << 18, "50ms"
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--net")
+_AS_ROOT = (*_UNSHARE, "sh", "-c", 'mount -t tmpfs tmpfs /run && exec "$@"', "sh")
+
+
+class NodesUnavailable(RuntimeError):
+    """This machine does not let us make namespaces; the message says why, in one line."""
+
+
+class Nodes:
+    """Two namespaces and their link, while the context is open. To ranks it is passed as it is."""
+
+    def __init__(self, rate_bits_per_s: float) -> None:
+        self.rate_bits_per_s = rate_bits_per_s
+        name = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(3)}"
+        self.names = [f"{name}-{node}" for node in range(2)]
+
+    def __enter__(self) -> Nodes:
+        _sweep()
+        try:
+            for name in self.names:
+                _run("ip", "netns", "add", name)
+            first, second = self.names
+            _run("ip", "link", "add", DEVICE, "netns", first, "type", "veth", "peer", "name", DEVICE, "netns", second)
+            for node, name in enumerate(self.names):
+                _run("ip", "-n", name, "link", "set", DEVICE, "addrgenmode", "none")  # no chatter of IPv6 in the counters
+                _run("ip", "-n", name, "addr", "add", f"{self.address(node)}/24", "dev", DEVICE)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                _run("ip", "-n", name, "link", "set", DEVICE, "up")
+            self.shape(self.rate_bits_per_s)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def shape(self, rate_bits_per_s: float) -> None:
+        """From now on the link has this bandwidth, each way."""
+        self.rate_bits_per_s = rate_bits_per_s
+        burst = max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
+        bucket = ("tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", f"{burst}b", "latency", _QUEUE)
+        for name in self.names:
+            _run("tc", "-n", name, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
+
+    @staticmethod
+    def address(node: int) -> str:
+        return f"10.77.0.{node + 1}"
+
+    def enter(self, node: int, ranks_here: int) -> None:
+        """Move the calling process to a node, with what launchers and gloo read there. By its first thread, before others are."""
+        with open(f"{_FOLDER}/{self.names[node]}") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns to {self.names[node]}")
+        os.environ |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(ranks_here)}
+
+    def __exit__(self, *_: object) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)  # with its end of the link
+
+
+def _sweep() -> None:
+    """Remove what a process that was killed has left."""
+    for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
+        owner, _, _ = name.removeprefix(_PREFIX).partition("-")
+        if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def sent_nbytes() -> int:
+    """What has left the node of the calling process over the link so far, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == DEVICE:
+            return int(counters.split()[8])
+    raise NodesUnavailable(f"this process is on no node: it has no device {DEVICE}")
+
+
+def why_not() -> str | None:
+    """Why namespaces can not be made here, in one line; None where they can."""
+    try:
+        with Nodes(1e9):
+            return None
+    except NodesUnavailable as error:
+        return str(error)
+
+
+def in_user_namespace(command: Sequence[str]) -> list[str]:
+    """The same command for who is not root: as root of a user namespace with mounts and devices of its own (util-linux)."""
+    return [*_AS_ROOT, *command]
+
+
+def _run(*command: str) -> None:
+    if shutil.which(command[0]) is None:
+        raise NodesUnavailable(f"no program `{command[0]}` (iproute2)")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise NodesUnavailable(f"`{' '.join(command)}` is refused: {said}")
