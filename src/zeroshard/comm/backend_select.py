@@ -168,7 +168,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
             raise ConfigError(f"comm='shared' needs all ranks on one Linux host and the CPU, got {[p[:2] for p in places]}.")
-        if choice == "dist" or door is None or len(here) == 1:
+        if choice == "dist" or door is None or (len(here) == 1 and not same_host):
             return DistComm(None, device, stall_timeout_s)
         transport = ProcessTransport(
             here.index(dist.get_rank()), door, [places[rank][2] for rank in here], places[here[0]][3], stall_timeout_s

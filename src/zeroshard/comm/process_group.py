@@ -99,17 +99,19 @@ class _Collected(_DistWork):
         return compute()
 
     def wait(self) -> None:
-        if self.transfer is not None:
-            super().wait()
-            self.take(self._combine())
         if self.ticket is not None:
             self.comm.streams.join(self.ticket)
             self.ticket = None
+        elif not self.comm.ordered and self.compute is not None:
+            super().wait()
+            self.take(self._combine())
 
     def drained(self) -> bool:
-        if self.transfer is not None and self.transfer.done():
+        if self.comm.ordered:
+            return self.ticket is None
+        if self.compute is not None and self.ready():
             self.wait()
-        return self.transfer is None and self.ticket is None
+        return self.compute is None
 
 
 def _wait_all(works: list) -> None:
