@@ -30,7 +30,7 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "larger_than_memory", "fake_world", "lightning", "programs", "beside_deepspeed", "engine", "examples", "equivalence", "equivalence_wide", "processes",
+    "larger_than_memory", "fake_world", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "engine", "examples", "equivalence", "equivalence_wide", "processes",
     "failures", "uneven_data", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
     "checkpoint_edges", "load_memory",

@@ -43,7 +43,7 @@ class SharedComm(Comm):
         numbers = ranks if ranks is not None else list(range(transport.world_size))
         self.hub = hub or Hub(transport, Progress(numbers[transport.rank]), numbers, stall_timeout_s)
         self.progress = self.hub.progress
-        self.device, self.stall_timeout_s = device, stall_timeout_s
+        self.device = device
         self.streams = streams_for(device)
 
     def subgroup(self, parts: Sequence[Sequence[int]]) -> SharedComm:
@@ -54,6 +54,15 @@ class SharedComm(Comm):
     @property
     def ranks(self) -> list[int]:
         return [self.hub.ranks[member] for member in self.members]
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long a wait may last, of all groups of the hub."""
+        return self.hub.stall_timeout_s
+
+    @stall_timeout_s.setter
+    def stall_timeout_s(self, seconds: float) -> None:
+        self.hub.stall_timeout_s = seconds
 
     @property
     def pending(self) -> Pending:  # type: ignore[override]
