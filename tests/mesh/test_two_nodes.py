@@ -198,6 +198,7 @@ def go_on(rank: int, ranks: int, nodes: Nodes, disk: str):
     return took
 
 
+@pytest.mark.skipif(not SLOW, reason="20 s: ZEROSHARD_SLOW=1")
 @pytest.mark.processes
 def test_nobody_waits_in_a_circle(nodes, disk):
     for took in run_processes(go_on, 4, nodes, str(disk), timeout_s=100):

@@ -217,7 +217,8 @@ class Hub:
             first = next((peer for peer, reason in self._lost.items() if reason == GONE), None)  # others may have gone with it
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
-        self.failed = self.failed or self.desk.told  # a rank of another host
+        if self.failed is None and self.desk.told is not None:
+            self.fail(self.desk.told)  # a rank of another host: ranks of this one, which may wait for this rank alone, hear of it first
         if self.failed is not None:
             raise self.failed.raised(self.place(label))
 
