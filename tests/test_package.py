@@ -22,7 +22,7 @@ print(*build.get_outputs(include_bytecode=False), sep="\\n")
 
 @pytest.mark.limit(60)
 def test_a_wheel_has_every_file():
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools")  # comes with torch
     done = subprocess.run([sys.executable, "-c", ASK], cwd=ROOT, capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     inside = set(done.stdout.split())

@@ -41,6 +41,7 @@ print("equal", count)
 
 
 @pytest.mark.processes
+# 280 MB, of use on a GPU alone, so no requirement; test_codecs holds torch's kernels to the format, gpu/test_codecs_on_gpu these to torch's
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_interpreter_gives_the_bytes_of_torch():
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -30,7 +30,7 @@ def test_example(program, tmp_path):
     needed, start, says = RUNS[program]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs {', '.join(missing)}")
+        pytest.skip(f"needs {', '.join(missing)}")  # ./test installs all but trl, which test_trl explains
     if start is None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

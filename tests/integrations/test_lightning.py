@@ -18,6 +18,7 @@ from zeroshard.checkpoint.inspect import inspect_checkpoint
 from zeroshard.errors import CheckpointError, ConfigError
 from zeroshard.launch import run_processes
 
+# ./test installs it (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine
 pytest.importorskip("lightning", reason="needs lightning")
 warnings.filterwarnings("ignore", module="lightning")
 import lightning.pytorch as pl  # noqa: E402
@@ -375,7 +376,7 @@ def test_all_names_are_registered_for_both():
 
 
 def test_the_other_package_is_served_too(tmp_path):
-    other = pytest.importorskip("pytorch_lightning")
+    other = pytest.importorskip("pytorch_lightning")  # comes with lightning; not with all of its releases
     strategy, _ = _register("pytorch_lightning", "lightning_fabric")
     fields = {name: value for name, value in vars(Module).items() if name not in ("__dict__", "__weakref__", "__init__")}
     module = type("Other", (other.LightningModule,), fields)()

@@ -6,6 +6,7 @@ import torch
 import zeroshard as zs
 from zeroshard.testing import run_threads
 
+# ./test installs these (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 IDS = torch.randint(64, (4, 2, 16), generator=torch.Generator().manual_seed(1))

@@ -16,6 +16,7 @@ ROWS = torch.randint(2, WORDS, (STEPS * 4, 8), generator=torch.Generator().manua
 
 
 def needs(*packages):
+    """./test installs all of them (requirements/test.txt): skipped only in environments of other tools."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 

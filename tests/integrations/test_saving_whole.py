@@ -12,6 +12,7 @@ from zeroshard.errors import ShardedAccessError
 from zeroshard.integrations.deepspeed.checkpoint_tools import clone_tensors_for_torch_save
 from zeroshard.testing import run_threads
 
+# ./test installs these (requirements/test.txt); absent where the suite runs in an environment of other tools, as on a GPU machine
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 peft = pytest.importorskip("peft", reason="needs peft")
 files = pytest.importorskip("safetensors.torch", reason="needs safetensors")

@@ -9,6 +9,7 @@ import torch
 from zeroshard.launch import run_processes
 
 missing = [name for name in ("trl", "datasets", "peft", "transformers") if importlib.util.find_spec(name) is None]
+# no requirement: its programs take minutes; the calls that they make of the engine are in test_programs, test_peft, test_saving_whole
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}: pip install trl")
 WORDS = "the cat dog sat ran on mat hill a big small red blue and then it saw one two three".split()
 

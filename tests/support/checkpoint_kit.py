@@ -263,3 +263,12 @@ def read_checkpoint(root: Path, world: int = 2, model: str | nn.Module = "tied",
 
     return run_threads(world, rank_run)
 
+
+def names(root: Path) -> list[str]:
+    """What a user sees of a folder."""
+    return sorted(path.name for path in root.iterdir())
+
+
+def alone(**options) -> tuple:
+    """A model on one rank without a process group."""
+    return build("tied", **options)

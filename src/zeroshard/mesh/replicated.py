@@ -8,7 +8,7 @@ All groups end with the same bits: each element is summed once, by one rank, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
