@@ -6,6 +6,8 @@
 Autograd holds the `Packed`. When it goes (after its backward, with a loss that was dropped, or with a forward that raised)
 its slot is free again: a finalizer notes that, and the next call takes it back, since finalizers may run anywhere.
 
+Copies of a model share its store, and may be computed by threads at once: one of them is inside at a time.
+
 Never packed are parameters and views of their memory, small tensors, tensors without a gradient (masks, positions: every
 block refers to the same one) and what a backward computes again. A tensor that several checkpoints of a forward keep,
 as the encoder's output in every block of a decoder, is packed once.
@@ -15,7 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,6 +35,17 @@ from ..memory.ledger import Ledger
 from ..zero.unit import ParamHome
 from .partition import Slices
 from .storage import Kept, Place
+
+
+def _one_at_a_time(method: Callable) -> Callable:
+    """A method of the store that no other thread enters meanwhile."""
+
+    @functools.wraps(method)
+    def alone(self: Store, *args: Any) -> Any:
+        with self._inside:
+            return method(self, *args)
+
+    return alone
 
 
 class Packed:
@@ -109,9 +124,11 @@ class Store:
         self._known: dict[tuple, weakref.ref[Packed]] = {}  # by what identifies a tensor
         self._freed: deque[tuple[int, tuple, Kept, int]] = deque()  # by finalizers: number, key, slice, whole nbytes
         self._ahead: list[Kept] = []
+        self._inside = threading.RLock()
         self._parameters: dict[int, StorageWeakRef] = {}  # memories that parameters are views of
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose forwards have run: this one, and copies of it
 
+    @_one_at_a_time
     def __deepcopy__(self, memo: dict) -> Store:
         self.users += 1
         return self  # a copy of the model has checkpoints of its own, in the same store
@@ -122,6 +139,7 @@ class Store:
             "zs.checkpoint_activations(model, off=True)."
         )
 
+    @_one_at_a_time
     def begin_forward(self, model: nn.Module) -> None:
         """A model's forward begins."""
         self._forward += 1
@@ -136,6 +154,7 @@ class Store:
 
     # -- pack ------------------------------------------------------------------------------------------------
 
+    @_one_at_a_time
     def pack(self, tensor: Tensor, name: str) -> Packed | Passed:
         """What autograd keeps in place of a checkpoint's input."""
         self._reap()
@@ -194,6 +213,7 @@ class Store:
 
     # -- unpack ----------------------------------------------------------------------------------------------
 
+    @_one_at_a_time
     def unpack(self, packed: Packed | Passed) -> Tensor:
         """The tensor again, in memory of its own."""
         if isinstance(packed, Passed):
@@ -255,11 +275,13 @@ class Store:
             comms += [home.group.comm for home in homes if isinstance(home, ParamHome)]
         return [comm for comm in {id(comm): comm for comm in comms}.values() if comm.world_size > 1]
 
+    @_one_at_a_time
     def alive(self) -> int:
         """How many tensors are packed now."""
         self._reap()
         return len(self._live)
 
+    @_one_at_a_time
     def close(self) -> None:
         """The last model of the store gives up all memory and files."""
         self._reap()
