@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import tempfile
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mesh_kit import expected, on_ranks, options_of, trained
 import zeroshard as zs
 from zeroshard import Offload
 from zeroshard.memory.ledger import SECONDARY
+from zeroshard.mesh.hierarchical import HierarchicalComm
 from zeroshard.zero.runtime import runtime_of
 
 WORLD, SIZE = 4, 2
@@ -283,3 +285,47 @@ def test_averages_matrices_moved_states_and_second_derivatives(network):
         for weights, averages, lent, grads in found:
             assert not differences(weights, first[0]) and not differences(averages, first[1])
             assert lent == first[2] and not differences(grads, first[3])
+
+
+@pytest.mark.parametrize(
+    "network, options, hops",
+    [("tagged", {}, 2), ("tagged", {"hierarchical": False}, 1), ("ordered", {}, 1), ("ordered", {"hierarchical": True}, 2),
+     ("ordered", {"zero_quantized_gradients": "int8"}, 2)],
+)  # fmt: skip
+def test_hosts_are_nodes_where_that_pays(network, options, hops):
+    """NCCL goes around hosts by itself: there it takes a word, or gradients that travel packed."""
+
+    def on_rank(rank, comm):
+        model, _ = zs.shard(torch.nn.Linear(64, 64), stage=3, **options, **comm)
+        return isinstance(runtime_of(model).shards, HierarchicalComm)
+
+    assert on_ranks(4, network, on_rank, node_size=2) == [hops == 2] * 4
+
+
+def test_a_load_forgets_what_packing_has_lost():
+    """Steps after a load are those of a model that has just been built, whatever was trained before."""
+
+    def on_rank(rank, comm):
+        def built():
+            model = torch.nn.Linear(64, 64, bias=False)
+            with torch.no_grad():
+                model.weight.copy_(torch.linspace(-1, 1, 4096).view(64, 64))
+            return zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=2, **comm, **packed)
+
+        def step(model, optimizer, scale):
+            model(scale * torch.linspace(-1, 1, 64 * 4).view(4, 64).roll(rank, 0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return zs.full_state_dict(model)["weight"]
+
+        model, optimizer = built()
+        saved = zs.save(folder, model, optimizer).path
+        for scale in (1.0, 3.0):
+            step(model, optimizer, scale)
+        zs.load(saved, model, optimizer)
+        return torch.equal(step(model, optimizer, 1.0), step(*built(), 1.0))
+
+    for codec in ("int4", "top_k"):
+        packed = {"zero_quantized_gradients": zs.Compression(codec, min_numel=1, ratio=0.1, error_feedback=True)}
+        with tempfile.TemporaryDirectory() as folder:
+            assert all(on_ranks(2, "tagged", on_rank)), codec

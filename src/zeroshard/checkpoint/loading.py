@@ -515,6 +515,7 @@ class _Loading:
             self.core.drain()
         runtime.settle()
         runtime.drop_gradients()
+        runtime.topology.forget()
         found, stored = reading.guard(self.found), reading.guard(self.opened.model)
         safetensors.stream(runtime, found, stored, False)
         computed = safetensors.read_computed(runtime.model, stored)

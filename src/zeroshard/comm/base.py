@@ -274,6 +274,9 @@ class Comm(ABC):
     def release(self) -> None:
         """Give up what `open` made: its model is closed."""
 
+    def forget(self) -> None:
+        """Other values have been loaded: what was kept of gradients so far is of no use."""
+
     def outdate(self, number: int) -> None:
         """The shards of region `number` are about to be written."""
 

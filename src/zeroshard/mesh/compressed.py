@@ -209,10 +209,13 @@ class CompressedReductions(_Compressed):
         lost = 4 * self.world_size * sum(numel for numel, _ in slices) if self.feedback is not None else 0
         return buffers(0)[0] * packed + lost + self.comm.needed(values, slices)
 
-    def release(self) -> None:
+    def forget(self) -> None:
         if self.feedback is not None:
             self.ledger.strike(RESIDUALS, sum(residual.nbytes for residual in self.feedback.residuals.values()))
             self.feedback.clear()
+
+    def release(self) -> None:
+        self.forget()
         super().release()
 
     def _finite(self, part: Tensor, numel: int) -> bool:

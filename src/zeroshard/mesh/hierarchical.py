@@ -152,6 +152,10 @@ class HierarchicalComm(Wrapper):
         packed = self.sums is not None and (self.inner.packs or self.outer.packs)
         return torch.promote_types(self.sums, dtype) if packed else dtype
 
+    def forget(self) -> None:
+        self.inner.forget()
+        self.outer.forget()
+
     def outdate(self, number: int) -> None:
         self._held.discard(number)
 

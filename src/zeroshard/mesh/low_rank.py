@@ -57,6 +57,10 @@ class LowRankReductions(Wrapper):
             nbytes = 4 * self._numel
             self._pools = [StagingPool(self.comm, self.ledger, nbytes, usual, most, passing=each) for each in (True, False)]
 
+    def forget(self) -> None:
+        for factors in self._factors.values():
+            factors.forget()
+
     def release(self) -> None:
         for pool in self._pools:
             pool.close()

@@ -55,6 +55,10 @@ class ReplicatedComm(Wrapper):
         self.comm.release()
         self.outer.release()
 
+    def forget(self) -> None:
+        self.comm.forget()
+        self.outer.forget()
+
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
         inside = self.comm.volume(kind, numel, dtype)
         if kind != "reduce":
@@ -96,4 +100,3 @@ class ReplicatedComm(Wrapper):
     def poll(self) -> None:
         self.comm.poll()
         self.outer.poll()
-

@@ -79,6 +79,9 @@ class Wrapper(Comm):
     def release(self) -> None:
         self.comm.release()
 
+    def forget(self) -> None:
+        self.comm.forget()
+
     def outdate(self, number: int) -> None:
         self.comm.outdate(number)
 

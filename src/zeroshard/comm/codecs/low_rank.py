@@ -48,8 +48,7 @@ class LowRank:
     ) -> None:  # fmt: skip
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ConfigError(f"low_rank: rank: expected a whole number of at least 1, got {rank!r}")
-        self.rank, self.numel = rank, numel
-        generator = torch.Generator("cpu").manual_seed(seed)
+        self.rank, self.numel, self._seed = rank, numel, seed
         self._matrices: list[_Matrix] = []
         self._ps: list[Tensor] = []  # between `second` and `finish`: P of each, and this rank's own Q
         self._own: list[Tensor] = []
@@ -61,11 +60,19 @@ class LowRank:
                 raise ValueError(f"low_rank: slot {shape} at {offset}: expected slots apart, within {numel} elements")
             n, m = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, 1)
             if rank * (n + m) < n * m:
-                q = torch.randn(m, rank, generator=generator, device="cpu").to(device)
-                self._matrices.append(_Matrix(offset, (n, m), q, torch.zeros(n, m, device=device)))
+                q = torch.empty(m, rank, device=device)
+                self._matrices.append(_Matrix(offset, (n, m), q, torch.empty(n, m, device=device)))
                 self._plain.append(slice(plain_begin, offset))
                 plain_begin = end
         self._plain = [part for part in (*self._plain, slice(plain_begin, numel)) if part.start < part.stop]
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew: no errors, and the first Q."""
+        generator = torch.Generator("cpu").manual_seed(self._seed)
+        for each in self._matrices:
+            each.q = torch.randn(each.q.shape, generator=generator, device="cpu").to(each.q.device)
+            each.error.zero_()
 
     @property
     def sent_numels(self) -> tuple[int, int]:
