@@ -24,10 +24,13 @@ from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
 from .mesh import topology
+from .mesh.axes import Axes, axes_of
+from .mesh.topology import Topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
 from .optim.validation import check_elementwise, check_parameters, check_steps_itself
 from .optim.whole_matrix import check_whole
+from .tensor import distributed
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
@@ -58,8 +61,10 @@ def shard(
         config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
-        mesh: a DeviceMesh in place of `comm`, of 1 axis, or of 2: states are sharded over the inner axis and alike along the outer one
-            (HSDP); see shard_size and replicate_optimizer of Config.
+        mesh: a DeviceMesh in place of `comm`. Axes named "tp", "ep" and "pp" are of tensor, expert and pipeline parallelism, whose
+            DTensors or stages the model is made of; norms and steps are those of the whole mesh. Of the other axes there is one, over
+            which states are sharded, or two: over the inner one, alike along the outer one (HSDP; see shard_size and
+            replicate_optimizer of Config).
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
 
     Raises:
@@ -75,7 +80,22 @@ def shard(
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, **options)
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
+    axes = axes_of(mesh, comm, distributed.find(model))
+    local = distributed.Localised(model, optimizer)
+    try:
+        return _shard(model, optimizer, config, axes, local, weights)
+    except BaseException:
+        local.undo()
+        raise
+
+
+def _shard(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed."""
     specs = collect(model, config)
+    for spec in specs:
+        spec.counts = axes.counts(spec.distribution)
     check_sharing(model, specs)
     if optimizer is not None:
         check_elementwise(optimizer)
@@ -83,17 +103,18 @@ def shard(
         check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
-    comm, parts = backend_select.of_mesh(mesh, comm)
-    group = backend_select.current(comm, device, config.stall_timeout_s)
-    check_same_model(group, model, specs, config, optimizer, parts)
-    topology.check(config, group, parts)
+    group, peers, world = axes.open(device, config.stall_timeout_s)
+    check_same_model(group, model, specs, config, optimizer, axes.parts)
+    topology.check(config, group, axes.parts)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored = open_weights(group, weights, model, specs) if weights is not None else {}
     found = streaming.check(model, specs, stored) if weights is not None else {}
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    runtime = _build(model, optimizer, config, group, specs, parts)
+    comms = Topology.flat(group, peers, world, axes.places)
+    local.keep()
+    runtime = _build(model, optimizer, config, comms, specs, axes.parts)
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]
@@ -159,9 +180,10 @@ def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters
 
 
 def _build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, specs: list[ParamSpec],
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comms: Topology, specs: list[ParamSpec],
     parts: list[list[int]] | None,
 ) -> Runtime:  # fmt: skip
+    comm = comms.control
     if config.offload_param.tier is Tier.DISK:
         return_freed_memory()
     elif config.keep_host_memory and comm.device.type == "cpu":
@@ -170,7 +192,7 @@ def _build(
     tiers = open_tiers(config, comm, ledger, specs, optimizer)
     runtime: Runtime | None = None
     warm = lambda steps: steps == 0 or (runtime is not None and runtime.progress.steps >= steps)  # noqa: E731
-    comms = topology.open_topology(config, comm, ledger, warm, parts)
+    comms = topology.open_topology(config, comms, ledger, warm, parts)
     builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # fresh memory, also where other models are at rest: peers wait for our values
     try:
@@ -268,6 +290,16 @@ def _whole_values(group: ParamGroup, runtime: Runtime) -> list[Tensor]:
 
 
 def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
+    _restore_local(group, index, value)
+    spec = group.specs[index]
+    if spec.distribution is not None:
+        owner, attribute = spec.owners[0]
+        whole = distributed.restored(owner._parameters[attribute], spec.distribution)
+        for owner, attribute in spec.owners:
+            owner._parameters[attribute] = whole
+
+
+def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     spec, param = group.specs[index], group.params[index]
     value = value.to(spec.given_dtype)
     if not group.values.sharded:
@@ -368,6 +400,7 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
                 values = [view.detach().clone() for view in group.values.views]
                 if unit.phase is not Phase.READY:
                     group.values.release()
+            values = [spec.complete(value) for spec, value in zip(group.specs, values, strict=True)]
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # by object, since wrappers rename what state_dict() returns
     state = model.state_dict(keep_vars=True)
@@ -385,7 +418,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
         if group.trainable:
             for index, spec in enumerate(group.specs):
                 grad = group.gradient(index)
-                result[spec.name] = grad.full_tensor() if isinstance(grad, ShardedTensor) else _cloned(grad)
+                whole = grad.full_tensor() if isinstance(grad, ShardedTensor) else _cloned(grad)
+                result[spec.name] = whole if whole is None else spec.complete(whole)
     return result
 
 
@@ -398,6 +432,12 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_optimizer_state")
     core = _core(runtime)
-    states = core.state_by_param()
-    return {spec.name: whole_states(group, index, states.get(group.params[index], {})) for group in runtime.groups
-            for index, spec in enumerate(group.specs) if group.trainable}  # fmt: skip
+    states, result = core.state_by_param(), {}
+    for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
+        found = whole_states(group, index, states.get(group.params[index], {}))
+        result[spec.name] = {key: spec.complete(value) if _is_shaped(value, spec.shape) else value for key, value in found.items()}
+    return result
+
+
+def _is_shaped(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and shape != () and tuple(value.shape) == shape

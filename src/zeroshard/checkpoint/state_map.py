@@ -54,18 +54,14 @@ class Place:
 
     def boxes(self) -> Iterator[tuple[Box, int]]:
         """(box of the whole tensor, its first element among the rank's), in order; each fits a blob."""
-        shape = self.shape
-        if self.part is not None:
-            shape = tuple(
-                self.part.stop - self.part.start if dim == self.part.dim else extent for dim, extent in enumerate(shape)
-            )
+        shape = self.shape if self.part is None else self.part.extents
         if self.start == self.stop and 0 in shape:
             yield Box(tuple(0 for _ in shape), shape), 0  # a tensor without elements: once
         step = MAX_BLOB_NBYTES // self.dtype.itemsize
         for begin in range(self.start, self.stop, step):
             at = begin
             for box in boxes_of(shape, begin, min(begin + step, self.stop)):
-                yield (box if self.part is None else box.moved(self.part.dim, self.part.start)), at - self.start
+                yield (box if self.part is None else box.within(self.part.box)), at - self.start
                 at += box.numel
 
 

@@ -119,41 +119,15 @@ class StoredTensor(Stored):
                 count = os.pwrite(file.fileno(), raw, offset)
                 raw, offset = raw[count:], offset + count
 
-    def cut(self, part: Part | None) -> StoredTensor:
+    def cut(self, part: Part | None) -> StoredTensor | StoredPart:
         """Where a part of this tensor (rows, or columns of a matrix) lies."""
         if part is None:
             return self
-        shape = tuple(part.stop - part.start if dim == part.dim else extent for dim, extent in enumerate(self.shape))
-        nbytes, row_nbytes = math.prod(shape) * self.dtype.itemsize, self.nbytes // max(self.shape[0], 1)
-        if part.dim == 0:
-            return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, shape)
-        offset = self.offset + part.start * self.dtype.itemsize
-        return StoredColumns(self.path, offset, nbytes, self.dtype, shape, self.shape[1])
-
-
-@dataclass(frozen=True)
-class StoredColumns(StoredTensor):
-    """Columns of a stored matrix, of which two rows begin `pitch` elements apart."""
-
-    pitch: int
-
-    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
-        """Row by row."""
-        done = 0
-        while done < out.numel():
-            row, column = divmod(start + done, self.shape[1])
-            stop = min(done + self.shape[1] - column, out.numel())
-            yield self, row * self.pitch + column, out[done:stop]
-            done = stop
-
-    def write(self, start: int, source: Tensor) -> None:
-        """As of a whole tensor of this shape, row by row."""
-        done = 0
-        while done < source.numel():
-            row, column = divmod(start + done, self.shape[1])
-            stop = min(done + self.shape[1] - column, source.numel())
-            StoredTensor.write(self, row * self.pitch + column, source[done:stop])
-            done = stop
+        if part.dim != 0 or part.around is not None:
+            return StoredPart(self, part)
+        row_nbytes = self.nbytes // max(self.shape[0], 1)
+        nbytes = math.prod(part.extents) * self.dtype.itemsize
+        return StoredTensor(self.path, self.offset + part.start * row_nbytes, nbytes, self.dtype, part.extents)
 
 
 @dataclass(frozen=True)
@@ -189,7 +163,7 @@ class StoredBoxes(Stored):
 
 @dataclass(frozen=True)
 class StoredPart(Stored):
-    """Rows, or columns of a matrix, of a stored tensor."""
+    """Rows, or columns of a matrix, or a box, of a stored tensor."""
 
     whole: Stored
     part: Part
@@ -200,17 +174,25 @@ class StoredPart(Stored):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        extent = self.part.stop - self.part.start
-        return tuple(extent if dim == self.part.dim else size for dim, size in enumerate(self.whole.shape))
+        return self.part.extents
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
         """As of a whole tensor of this shape."""
-        stop = start + out.numel()
-        box = Box(tuple(self.part.start * (dim == self.part.dim) for dim in range(len(self.shape))), self.shape)
-        for at, within, count in box.rows(self.whole.shape):
+        for at, first, last in self._stretches(start, start + out.numel()):
+            yield from self.whole.parts(at, out[first - start : last - start])
+
+    def write(self, start: int, source: Tensor) -> None:
+        """As of a whole tensor of this shape."""
+        assert isinstance(self.whole, StoredTensor)
+        for at, first, last in self._stretches(start, start + source.numel()):
+            self.whole.write(at, source[first - start : last - start])
+
+    def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
+        for at, within, count in self.part.box.rows(self.whole.shape, start, stop):
             first, last = max(within, start), min(within + count, stop)
             if first < last:
-                yield from self.whole.parts(at + first - within, out[first - start : last - start])
+                yield at + first - within, first, last
 
 
 def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:

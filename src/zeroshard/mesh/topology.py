@@ -33,8 +33,9 @@ Parts = list[list[int]]
 class Topology:
     """The Comms of one model.
 
-    control: of all ranks: what they agree on. shards: of the ranks among which a shard is one. values, gradients: through which
-    they travel; plain: the same, for what is exempt. notes: what a report should say.
+    control: of all data-parallel ranks: what they agree on. shards: of the ranks among which a shard is one. values, gradients:
+    through which they travel; plain: the same, for what is exempt. notes: what a report should say. peers, world: see mesh/axes.py;
+    without model axes they are `control`. places: of each place in the model, its data-parallel ranks in `world`.
     """
 
     control: Comm
@@ -46,11 +47,23 @@ class Topology:
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
+    peers: Comm = None  # type: ignore[assignment]  # until __post_init__
+    world: Comm = None  # type: ignore[assignment]
+    places: Parts = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.peers, self.world = self.peers or self.control, self.world or self.control
+        self.places = self.places or [list(range(self.world.world_size))]
 
     @classmethod
-    def flat(cls, comm: Comm) -> Topology:
+    def flat(cls, comm: Comm, peers: Comm | None = None, world: Comm | None = None, places: Parts | None = None) -> Topology:
         """One hop, nothing packed."""
-        return cls(comm, comm, comm, comm, comm)
+        return cls(comm, comm, comm, comm, comm, peers=peers, world=world, places=places or [])  # type: ignore[arg-type]
+
+    @property
+    def place(self) -> list[int]:
+        """The data-parallel ranks of this rank's place, in `world`."""
+        return next(ranks for ranks in self.places if self.world.rank in ranks)
 
     def open(self) -> None:
         """Make what buffers have reserved (collective)."""
@@ -109,9 +122,11 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
         )
 
 
-def open_topology(config: Config, comm: Comm, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None) -> Topology:
-    """The Comms of a model (collective). mesh: ranks of each group. warm: whether so many steps are over."""
-    topology = Topology.flat(comm)
+def open_topology(
+    config: Config, topology: Topology, ledger: Ledger, warm: Callable[[int], bool], mesh: Parts | None = None
+) -> Topology:
+    """The Comms of a model (collective), from one hop. mesh: ranks of each group. warm: whether so many steps are over."""
+    comm = topology.control
     size = config.shard_size or (len(mesh[0]) if mesh is not None else None)
     groups, nodes = None, None
     if size is not None and config.replicate_optimizer:

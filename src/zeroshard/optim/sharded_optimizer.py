@@ -44,7 +44,7 @@ class OptimizerCore:
     """What a sharded optimizer does; `optimizer.core`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
-        self.outer, self.runtime, self.comm = optimizer, runtime, runtime.comm
+        self.outer, self.runtime, self.comm, self.world = optimizer, runtime, runtime.comm, runtime.world
         self.replicated = runtime.config.row.optimizer is Placement.REPLICATED
         self.inner = inner_copy(optimizer)
         self.maker = RunMaker(self.replicated, self.inner.state, runtime.tiers, whole_parameters(optimizer))
@@ -97,23 +97,24 @@ class OptimizerCore:
 
         That is the loss scale times the mean weight.
         """
-        buffers = [group.grads for group in self.stepped_groups]
+        buffers = [group.grads for group in self.stepped_groups if group.counts]
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
         total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
         total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
         on_device = [value for value in known if isinstance(value, Tensor)]
         total += float(torch.stack(on_device).sum()) if on_device else 0.0
-        total = total / self._scale() ** 2 if self.runtime.shards.replica == 0 else 0.0  # what is alike counts once
-        values = self.runtime.values
+        total, values = total / self._scale() ** 2, self.runtime.values
         account = self.runtime.account
         mine = struct.pack("<dd?Q", total, account.weight, account.unweighted, values.fingerprint())
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
-        parts = self.comm.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
+        parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
         everyone = [struct.unpack("<dd?Q", part) for part in parts]
-        total, weight, unweighted, _ = (sum(column) for column in zip(*everyone, strict=True))
-        values.agree([part[-1] for part in everyone])
-        if weight and unweighted:
+        total = sum(part[0] for part in everyone)
+        values.agree([everyone[rank][-1] for rank in self.runtime.topology.place])
+        places = [[everyone[rank] for rank in ranks] for ranks in self.runtime.topology.places]
+        weight = max(sum(part[1] for part in place) for place in places)  # places of a model see the same batches
+        if any(any(part[1] for part in place) and any(part[2] for part in place) for place in places):
             raise ZeroshardError(
                 "some gradients of this step are from zs.backward(model, loss, weight=...), others from a plain backward(): "
                 "there is no mean of both. Call zs.backward for all of them, on all ranks, or for none."
@@ -186,7 +187,7 @@ class OptimizerCore:
 
     def _agree_and_step(self) -> StepRecord:
         runtime, account = self.runtime, self.runtime.account
-        if not self.stepped_groups:
+        if not self.stepped_groups and self.world is self.comm:
             self.comm.exchange(b"", "optimizer step without gradients")  # a rank that is alone with it is told
             runtime.attendance.count_step()
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
@@ -242,6 +243,9 @@ class OptimizerCore:
             for number, name in names:  # in two hops, who met the sender's part first is another rank than whose shard it is
                 ranks = own[number] or sorted({sender for _, theirs in everyone for sender in theirs[number]})
                 found[f"{name} (rank {', '.join(map(str, ranks))})" if ranks else f"{name} (shard of rank {rank})"] = None
+        if self.world is not self.comm:
+            everywhere = exchange_values(self.world, list(found), "optimizer step: names of non-finite gradients of all places")
+            found = dict.fromkeys(name for names in everywhere for name in names)
         return tuple(found)
 
     @torch.no_grad()

@@ -27,13 +27,15 @@ class Box:
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def moved(self, dim: int, distance: int) -> Box:
-        """The same box in a tensor of which this one is a part that begins at `distance` in dimension `dim`."""
-        offsets = tuple(o + distance * (d == dim) for d, o in enumerate(self.offsets))
-        return Box(offsets, self.sizes)
+    def within(self, outer: Box) -> Box:
+        """The same box in a tensor of which this one's is the part `outer`."""
+        return Box(tuple(o + p for o, p in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
-    def rows(self, shape: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch."""
+    def rows(self, shape: Sequence[int], start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """(first element in the flattened tensor of `shape`, in the flattened box, count) of each contiguous stretch.
+
+        start, stop: only of those that hold some of these elements of the flattened box.
+        """
         inner, dims = 1, len(shape)
         while dims and (inner == 0 or self.sizes[dims - 1] == shape[dims - 1]):
             dims -= 1
@@ -43,7 +45,8 @@ class Box:
             inner *= self.sizes[dims]
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
         base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
-        for number in range(math.prod(self.sizes[:dims])):
+        stop = self.numel if stop is None else stop
+        for number in range(start // max(inner, 1), -(-stop // max(inner, 1))):
             at, rest = base, number
             for dim in reversed(range(dims)):
                 rest, position = divmod(rest, self.sizes[dim])

@@ -69,7 +69,7 @@ def norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None, kind:
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if found[index] is None:
-            groups.setdefault(id(tensor._home.comm), []).append(index)
+            groups.setdefault(id(tensor._home.meeting), []).append(index)
     for indices in groups.values():
         mine = [tensors[index] for index in indices]
         dtypes = {own: _result_dtype(own, dtype) for own in {tensor.dtype for tensor in mine}}
@@ -86,7 +86,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
     name = f"{'the gradient of ' if tensors[0]._of_gradient else ''}{tensors[0]._home.name}"
     tensors[0]._home.before_meeting("a norm (torch's clipping takes them, zs.clip_grad_norm_(model, max_norm) does not)")
     payload = bytes([undivided]) + measured.numpy().tobytes()
-    everyone = tensors[0]._home.comm.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
+    everyone = tensors[0]._home.meeting.exchange(payload, f"norm of {name}{more} (collective: every rank must ask for it)")
     if any(part[0] for part in everyone):
         raise ZeroshardError(
             f"the norm of {name}: gradients of zs.backward(model, loss, weight=...) are weighted sums until the step divides "
@@ -100,7 +100,7 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
 def _measured(tensor: Slices, order: float) -> Tensor:
     """The norm of this rank's slice, 0-D in fp64."""
     local = tensor._local
-    if local.numel() == 0 and tensor.numel() > 0:  # what changes neither a sum of powers nor a maximum or minimum
+    if not tensor._home.counts or (local.numel() == 0 and tensor.numel() > 0):  # what changes neither a sum of powers nor a maximum or minimum
         return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
     wide = torch.promote_types(local.dtype, torch.float32)
     return torch.linalg.vector_norm(local, order, dtype=wide).double()

@@ -24,6 +24,14 @@ class RangeHome:
         self.start, self.stop = (begin - offset, end - offset) if begin < end else (0, 0)
 
     @property
+    def meeting(self) -> Any:
+        return self.parent.meeting
+
+    @property
+    def counts(self) -> bool:
+        return self.parent.counts
+
+    @property
     def undivided(self) -> bool:
         return self.parent.undivided
 

@@ -40,6 +40,8 @@ class Home(Protocol):
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # of the ranks that have the other slices
+    meeting: Any  # of those that measure it together: norms
+    counts: bool  # this rank's slice is one that is measured
     undivided: bool  # its gradient is a weighted sum that the step will divide
 
     def before_write(self) -> None:

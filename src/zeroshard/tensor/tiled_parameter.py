@@ -20,23 +20,45 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TiledAccessError
+from .chunks import Box
 from .sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a whole parameter of `shape` a tile holds: [start, stop) of dimension `dim`."""
+    """Which part of a parameter of `shape` a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
+
+    around: where that parameter is itself a part (cut along two dimensions): which one.
+    """
 
     dim: int
     start: int
     stop: int
     shape: tuple[int, ...]
+    around: Part | None = None
 
     def __post_init__(self) -> None:
-        assert 0 <= self.start < self.stop <= self.shape[self.dim], self
+        assert 0 <= self.start <= self.stop <= self.shape[self.dim], self
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(self.stop - self.start if dim == self.dim else extent for dim, extent in enumerate(self.shape))
+
+    @property
+    def box(self) -> Box:
+        """Where it lies in the whole."""
+        outer = self.around.box.offsets if self.around is not None else (0,) * len(self.shape)
+        return Box(tuple(o + self.start * (dim == self.dim) for dim, o in enumerate(outer)), self.extents)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of what is no part of anything."""
+        return self.shape if self.around is None else self.around.whole_shape
 
     def of(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor: a view."""
+        whole = whole if self.around is None else self.around.of(whole)
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 

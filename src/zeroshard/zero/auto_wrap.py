@@ -23,6 +23,7 @@ from torch import nn
 
 from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
+from ..tensor.distributed import distribution_of
 from ..tensor.tiled_parameter import Tile, Tiled, class_and_name
 from ..utils.torch_compat import original
 from .unit import ParamSpec
@@ -62,6 +63,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
             spec = specs.setdefault(
                 id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
             )
+            spec.distribution = distribution_of(param)
             if spec.dtype != dtype:
                 raise ConfigError(
                     f"dtypes: {spec.name} and {name} are one tied parameter, and would be {spec.dtype} and {dtype}. Give both "

@@ -34,9 +34,9 @@ def attach(runtime: Runtime) -> None:
     if runtime.config.cast_buffers:
         runtime.handles.append(_CastBuffers(runtime.model, runtime.config))
     for unit in runtime.units:
-        if unit.sharded:
-            for module in unit.modules:
-                _attach_unit(runtime, unit, module)
+        for module in unit.modules if unit.sharded or unit.distributed else ():
+            _attach_unit(runtime, unit, module)
+            if unit.sharded:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
         for group in unit.trainable:
             for index, param in enumerate(group.compute):

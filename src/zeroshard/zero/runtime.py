@@ -52,12 +52,12 @@ class Runtime:
         self, model: nn.Module, config: Config, topology: Topology, units: list[Unit], ledger: Ledger, pool: StagingPool,
         tiers: Tiers,
     ) -> None:  # fmt: skip
-        """comm: of all ranks; shards: of those among which a shard is one."""
+        """world: all ranks of the mesh; comm: the data-parallel ones among them; shards: those among which a shard is one."""
         self.model, self.config, self.topology, self.units, self.ledger, self.pool, self.tiers = (
             model, config, topology, units, ledger, pool, tiers,
         )  # fmt: skip
         comm = self.comm = topology.control
-        self.shards = topology.shards
+        self.shards, self.world = topology.shards, topology.world
         self.schedule = Schedule([unit.name for unit in units])
         self.groups: list[ParamGroup] = [group for unit in units for group in unit.groups]
         for group in self.groups:
@@ -177,25 +177,34 @@ class Runtime:
 
     def enter(self, unit: Unit) -> None:
         """A forward inside the unit begins."""
-        if unit.depth == 0 and not unit.pinned and unit.sharded:
-            if unit.memories and transforming():
-                raise ShardedAccessError(
-                    f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
-                    "`with zs.gathered(model):`."
-                )
-            if not (self._running or self.in_backward):  # a part of the model by itself
-                self.frozen.follow()
-            self._open(unit, backward=unit.in_backward)
-            if torch.is_grad_enabled():
+        if unit.depth == 0:
+            gathers = unit.sharded and not unit.pinned
+            if gathers:
+                self._begin(unit)
+            unit.expose()
+            if gathers and torch.is_grad_enabled():
                 self.coverage.enter(unit)
         unit.depth += 1
+
+    def _begin(self, unit: Unit) -> None:
+        if unit.memories and transforming():
+            raise ShardedAccessError(
+                f"{unit.name}: torch.func differentiates a model of which each rank holds slices. Gather it around that: "
+                "`with zs.gathered(model):`."
+            )
+        if not (self._running or self.in_backward):  # a part of the model by itself
+            self.frozen.follow()
+        self._open(unit, backward=unit.in_backward)
 
     def exit(self, unit: Unit, output: Any) -> None:
         """A forward inside the unit has ended (output None: by an exception)."""
         if unit.depth == 0:
             return  # it was refused before it began
         unit.depth -= 1
-        if unit.depth > 0 or unit.pinned:
+        if unit.depth > 0:
+            return
+        unit.hide()
+        if unit.pinned:
             return
         if output is not None:
             unit.check_unwritten()
@@ -477,6 +486,7 @@ class Runtime:
     def _leave_all(self) -> None:
         for unit in self.units:
             unit.depth, unit.in_backward = 0, False
+            unit.hide()
             unit.swap_out()
             self.release(unit)
             unit.forget()

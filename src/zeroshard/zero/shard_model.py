@@ -167,11 +167,15 @@ class Builder:
                 self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) travel plain: {shown}")
 
     def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """The unit's parameters by dtype, requires_grad, and whether they travel packed; within, by optimizer group, matrices before vectors."""
+        """The unit's parameters by dtype, requires_grad, whether they travel packed, and are this rank's to count (norms go by group).
+
+        Within, by optimizer group, matrices before vectors.
+        """
         buckets: dict[tuple, list[ParamSpec]] = {}
         for spec in plan.specs:
             packs = self.topology.packs(spec.name, len(spec.shape))
-            buckets.setdefault((str(spec.dtype), spec.requires_grad, packs), []).append(spec)
+            cut = spec.distribution.axes if spec.distribution is not None else ()
+            buckets.setdefault((str(spec.dtype), spec.requires_grad, packs, cut), []).append(spec)
         for bucket in buckets.values():
             bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
         return list(buckets.values())

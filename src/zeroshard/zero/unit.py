@@ -29,6 +29,7 @@ from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..io.aligned import bytes_of
 from ..offload.storage import Rest
+from ..tensor.distributed import Distribution
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import (
     AwayParameter,
@@ -38,7 +39,7 @@ from ..tensor.sharded_tensor import (
     ShardedTensor,
     set_data,
 )
-from ..tensor.tiled_parameter import Tile
+from ..tensor.tiled_parameter import Part, Tile, part_of, whole_name
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
 
@@ -74,6 +75,27 @@ class ParamSpec:
     requires_grad: bool
     given_dtype: torch.dtype  # in which the user gave it
     number: int = -1  # position in the model, the bit in participation masks
+    distribution: Distribution | None = None  # over axes of the mesh that are not data-parallel; shape is that of the local shard
+    counts: bool = True  # this rank's is the one that counts, of those that hold the same along these axes
+
+    @property
+    def part(self) -> Part | None:
+        """Which part of a larger parameter it is: a tile, or a shard of tensor parallelism. None: it is whole."""
+        return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
+
+    def complete(self, value: Tensor) -> Tensor:
+        """The whole of a tensor of the parameter's shape (collective among ranks of tensor parallelism, where it is distributed)."""
+        return value if self.distribution is None else self.distribution.whole(value)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the parameter that it is, or is a part of."""
+        return self.shape if self.part is None else self.part.whole_shape
+
+    @property
+    def whole_name(self) -> str:
+        """Of the parameter that it is, or is a part of."""
+        return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
 
 
 class ParamHome:
@@ -98,6 +120,17 @@ class ParamHome:
     def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
         """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
         return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
+
+    @property
+    def meeting(self) -> Comm:
+        """Of the ranks that measure the parameter together."""
+        runtime = self.group.runtime
+        return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's slice is one to be measured there; else another rank has it, too."""
+        return self.meeting is self.comm or self.group.counts
 
     @property
     def undivided(self) -> bool:
@@ -207,6 +240,11 @@ class ParamGroup:
     @property
     def trainable(self) -> bool:
         return self.grads is not None
+
+    @property
+    def counts(self) -> bool:
+        """Whether, of the ranks that hold the same shard, this is the one whose shard counts."""
+        return self.comm.replica == 0 and self.specs[0].counts
 
     def begin_write(self) -> None:
         """The user is about to write values, masters or states: nobody may go on with earlier ones."""
@@ -367,6 +405,14 @@ class Unit:
             for i, spec in enumerate(g.specs)
             for owner, attribute in spec.owners
         ]
+        self._distributed = [
+            (owner._parameters, attribute, spec.distribution)
+            for group in groups
+            for spec in group.specs
+            for owner, attribute in spec.owners
+            if spec.distribution is not None
+        ]
+        self._shown: list[tuple[dict, str, Tensor, Tensor]] = []  # what stands in modules for local shards: a DTensor
         for group in groups:
             group.unit = self
         self._guarded = [
@@ -522,6 +568,29 @@ class Unit:
                 parameters[attribute] = params[i]
         self.swapped = False
 
+    @property
+    def distributed(self) -> bool:
+        """Whether some of its parameters are DTensors for the modules."""
+        return bool(self._distributed)
+
+    def expose(self) -> None:
+        """A forward begins: what stands in the modules is seen as DTensors, where that is what the model was given with."""
+        made: dict[int, Tensor] = {}
+        for parameters, attribute, distribution in self._distributed:
+            local = parameters[attribute]
+            if id(local) not in made:
+                with torch.enable_grad():  # a forward without gradients may have parts with them
+                    made[id(local)] = distribution.wrap(local)
+            self._shown.append((parameters, attribute, local, made[id(local)]))
+            parameters[attribute] = made[id(local)]  # type: ignore[assignment]
+
+    def hide(self) -> None:
+        """The inverse of `expose`."""
+        for parameters, attribute, local, shown in self._shown:
+            if parameters.get(attribute) is shown:
+                parameters[attribute] = local
+        self._shown = []
+
     def _versions(self) -> list[int]:
         return [param._version for group in self.groups for param in group.compute]
 
@@ -550,7 +619,9 @@ class Unit:
 
     def as_computed(self, tree: Any) -> Any:
         """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""
-        mine = {id(param): compute for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)}
+        shown = {id(local): each for _, _, local, each in self._shown}
+        pairs = [(param, compute) for g in self.groups for param, compute in zip(g.params, g.compute, strict=True)]
+        mine = {id(param): shown.get(id(compute), compute) for param, compute in pairs}
         return tree_map_only(ShardedParameter, lambda param: mine.get(id(param), param), tree)
 
     def check_placed(self) -> None:

@@ -1,0 +1,154 @@
+"""Parameters that are DTensors: those of tensor and expert parallelism (torch.distributed.tensor).
+
+    given     DTensor (4096, 512), Shard(0) over mesh["tp"]      what the model has
+    at rest   its local shard (2048, 512), in the flat buffer    what ZeRO cuts further, over the data-parallel ranks
+    in use    a DTensor over the gathered local shard            what the modules compute with
+
+So the flat buffer, the optimizer and the tiers know nothing of it. Autograd leads from the DTensor back to the local tensor, and
+brings a gradient of other placements (a partial sum, where activations are cut along the sequence) into those of the parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ..errors import ConfigError
+from .tiled_parameter import Part
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """How a parameter of `shape` is distributed over the axes of a mesh that are not those of data parallelism."""
+
+    mesh: DeviceMesh
+    placements: tuple[Replicate | Shard, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: DTensor, name: str) -> Distribution:
+        """Raises ConfigError for placements that no parameter can rest in, or that FSDP2 has made."""
+        for placement in tensor.placements:
+            if type(placement) not in (Shard, Replicate):
+                raise ConfigError(
+                    f"{name} is a DTensor placed {placement}: expected Shard or Replicate over axes of tensor or expert parallelism. Do "
+                    "not apply fully_shard to a model that zs.shard is given, and distribute partial sums before."
+                )
+        return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes along which it is cut."""
+        names = self.mesh.mesh_dim_names or ()
+        return tuple(name for name, placement in zip(names, self.placements, strict=True) if placement.is_shard())
+
+    @cached_property
+    def part(self) -> Part | None:
+        """Which part of the whole this rank's shard is; None: all of it."""
+        place, part = self.mesh.get_coordinate(), None
+        assert place is not None
+        extents = list(self.shape)
+        for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
+            if not isinstance(placement, Shard):
+                continue
+            extent = extents[placement.dim]
+            step = -(-extent // size)  # as torch.chunk cuts
+            start, stop = min(step * number, extent), min(step * (number + 1), extent)
+            part = Part(placement.dim, start, stop, tuple(extents), around=part)
+            extents[placement.dim] = stop - start
+        return part
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """The DTensor over this rank's shard, in the graph of that."""
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """The whole tensor, from every rank's shard (collective among the ranks of the mesh)."""
+        with torch.no_grad():
+            return self.wrap(local.detach().contiguous()).full_tensor()
+
+
+def distribution_of(param: Tensor) -> Distribution | None:
+    """How a parameter that `localise` has made was distributed."""
+    return param.__dict__.get("_distribution")
+
+
+def find(model: nn.Module) -> dict[str, DTensor]:
+    """The parameters that are DTensors, each once."""
+    return {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+
+
+class Localised:
+    """The DTensor parameters of a model, replaced by their local shards. `undo` is the inverse.
+
+    Optimizers refer to the new parameters as well. The old objects, for whoever kept them, lose their memory when `keep` is called.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Raises ConfigError, with nothing changed, for placements that can not be."""
+        self.optimizer = optimizer
+        known = {id(param): Distribution.of(param, name) for name, param in find(model).items()}
+        self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
+        self._places: list[tuple[dict, str, DTensor]] = []
+        for module in model.modules():
+            for attribute, param in module._parameters.items():
+                if id(param) in known:
+                    self._places.append((module._parameters, attribute, param))
+                    if id(param) not in self._made:
+                        self._made[id(param)] = param, _local_parameter(param, known[id(param)])
+        for parameters, attribute, param in self._places:
+            parameters[attribute] = self._made[id(param)][1]
+        self._replace({key: local for key, (_, local) in self._made.items()})
+
+    def undo(self) -> None:
+        """Give the model and its optimizer their DTensors back."""
+        for parameters, attribute, param in self._places:
+            parameters[attribute] = param
+        self._replace({id(local): param for param, local in self._made.values()})
+
+    def _replace(self, others: dict[int, nn.Parameter]) -> None:
+        if self.optimizer is None or not others:
+            return
+        for group in self.optimizer.param_groups:
+            group["params"] = [others.get(id(param), param) for param in group["params"]]
+        states = [(others.get(id(param), param), state) for param, state in self.optimizer.state.items()]
+        self.optimizer.state.clear()
+        for param, state in states:
+            self.optimizer.state[param] = {key: _turned(value, param) for key, value in state.items()}
+
+    def keep(self) -> None:
+        """It stays so: what refers to the old objects finds them empty."""
+        for param, _ in self._made.values():
+            param._local_tensor = param._local_tensor.new_empty(0)
+
+
+def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
+    local = nn.Parameter(param._local_tensor.detach(), requires_grad=param.requires_grad)
+    local.__dict__.update(param.__dict__, _distribution=distribution)
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, table):
+            raise ConfigError(f"a hook was registered on a parameter that is a DTensor: register it after zs.shard().")
+    return local
+
+
+def _turned(state: object, param: Tensor) -> object:
+    """A state of the parameter's kind: local for a local parameter, distributed for a DTensor."""
+    distribution = distribution_of(param)
+    if isinstance(state, DTensor) and distribution is not None:
+        return state._local_tensor
+    if isinstance(param, DTensor) and isinstance(state, Tensor) and state.shape == param._local_tensor.shape and state.dim():
+        return Distribution.of(param, "").wrap(state)
+    return state
+
+
+def restored(local: nn.Parameter, distribution: Distribution) -> nn.Parameter:
+    """The DTensor parameter again, over a local one that is no part of a flat buffer any more."""
+    whole = nn.Parameter(distribution.wrap(local.detach()), requires_grad=local.requires_grad)
+    whole.__dict__.update({name: value for name, value in local.__dict__.items() if name != "_distribution"})
+    return whole
