@@ -36,11 +36,12 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
 from .zero.auto_wrap import check_lazy, collect, partition
+from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
 from .zero.shard_model import Builder, carry_hooks, open_tiers, swap
 from .zero.shared_storage import check_sharing
-from .zero.unit import ParamGroup, ParamHome, ParamSpec, Phase
+from .zero.unit import ParamGroup, Phase
 
 
 def shard(

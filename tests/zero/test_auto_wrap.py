@@ -13,7 +13,7 @@ from torch import nn
 from zeroshard.config import Config
 from zeroshard.errors import ConfigError, ShardedAccessError
 from zeroshard.zero.auto_wrap import UnitPlan, _merge, _split, collect, partition
-from zeroshard.zero.unit import ParamSpec
+from zeroshard.zero.parameter import ParamSpec
 
 
 class Block(nn.Module):

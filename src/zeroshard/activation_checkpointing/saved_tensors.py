@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..comm.base import Comm
 from ..errors import OffloadIOError, ShardedAccessError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
-from ..zero.unit import ParamHome
+from ..zero.parameter import ParamHome
 from .partition import Slices
 from .storage import Kept, Place
 

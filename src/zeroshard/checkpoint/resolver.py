@@ -28,7 +28,7 @@ from ..errors import (
     ZeroshardError,
 )
 from ..io.tensor_reader import Stored, differ
-from ..zero.unit import ParamSpec
+from ..zero.parameter import ParamSpec
 from . import directory as places
 from . import safetensors
 from . import state_map as holding

@@ -31,10 +31,11 @@ from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
 from ..io.aligned import bytes_of, empty
 from ..io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.shard_model import write_value
-from ..zero.unit import ParamGroup, ParamSpec
+from ..zero.unit import ParamGroup
 from .directory import sync
 
 SAFETENSORS_DTYPES = {

@@ -26,8 +26,9 @@ from ..io.aligned import bytes_of
 from ..tensor.attributes import whole_now
 from ..tensor.sharded_tensor import ShardedTensor
 from ..zero.gathered_parameters import home_of, is_gathered
+from ..zero.parameter import ParamHome
 from ..zero.shard_model import write_value
-from ..zero.unit import ParamGroup, ParamHome
+from ..zero.unit import ParamGroup
 from .state_view import entries_of, write_entry
 
 

@@ -16,7 +16,8 @@ from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
-from ..zero.unit import ParamGroup, ParamHome
+from ..zero.parameter import ParamHome
+from ..zero.unit import ParamGroup
 
 
 class DeviceStates:

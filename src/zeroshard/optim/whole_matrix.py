@@ -28,7 +28,8 @@ from ..errors import ConfigError
 from ..offload.storage import Rest, Tiers
 from ..tensor.tiled_parameter import part_of
 from ..zero.chunked_gather import ChunkedGather
-from ..zero.unit import ParamGroup, ParamSpec
+from ..zero.parameter import ParamSpec
+from ..zero.unit import ParamGroup
 from .segments import Run
 from .state_storage import ColumnStates
 

@@ -10,16 +10,22 @@ brings a gradient of other placements (a partial sum, where activations are cut 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..errors import ConfigError
 from .tiled_parameter import Part
+
+if TYPE_CHECKING:  # it takes seconds to import; who has DTensors has imported it
+    from torch.distributed.tensor import DTensor, Placement
+
+_MODULE = "torch.distributed.tensor"
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +33,16 @@ class Distribution:
     """How a parameter of `shape` is distributed over the axes of a mesh that are not those of data parallelism."""
 
     mesh: DeviceMesh
-    placements: tuple[Replicate | Shard, ...]
+    placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
     @classmethod
     def of(cls, tensor: DTensor, name: str) -> Distribution:
         """Raises ConfigError for placements that no parameter can rest in, or that FSDP2 has made."""
+        kinds = sys.modules[_MODULE]
         for placement in tensor.placements:
-            if type(placement) not in (Shard, Replicate):
+            if type(placement) not in (kinds.Shard, kinds.Replicate):
                 raise ConfigError(
                     f"{name} is a DTensor placed {placement}: expected Shard or Replicate over axes of tensor or expert parallelism. Do "
                     "not apply fully_shard to a model that zs.shard is given, and distribute partial sums before."
@@ -55,7 +62,7 @@ class Distribution:
         assert place is not None
         extents = list(self.shape)
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
-            if not isinstance(placement, Shard):
+            if not placement.is_shard():
                 continue
             extent = extents[placement.dim]
             step = -(-extent // size)  # as torch.chunk cuts
@@ -66,6 +73,8 @@ class Distribution:
 
     def wrap(self, local: Tensor) -> DTensor:
         """The DTensor over this rank's shard, in the graph of that."""
+        from torch.distributed.tensor import DTensor
+
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride)
 
     def whole(self, local: Tensor) -> Tensor:
@@ -79,9 +88,14 @@ def distribution_of(param: Tensor) -> Distribution | None:
     return param.__dict__.get("_distribution")
 
 
+def is_distributed(value: object) -> bool:
+    """Whether it is a DTensor."""
+    return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
+
+
 def find(model: nn.Module) -> dict[str, DTensor]:
     """The parameters that are DTensors, each once."""
-    return {name: param for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    return {name: param for name, param in model.named_parameters() if is_distributed(param)}
 
 
 class Localised:
@@ -133,16 +147,16 @@ def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter
     local.__dict__.update(param.__dict__, _distribution=distribution)
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, table):
-            raise ConfigError(f"a hook was registered on a parameter that is a DTensor: register it after zs.shard().")
+            raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard().")
     return local
 
 
 def _turned(state: object, param: Tensor) -> object:
     """A state of the parameter's kind: local for a local parameter, distributed for a DTensor."""
     distribution = distribution_of(param)
-    if isinstance(state, DTensor) and distribution is not None:
+    if is_distributed(state) and distribution is not None:
         return state._local_tensor
-    if isinstance(param, DTensor) and isinstance(state, Tensor) and state.shape == param._local_tensor.shape and state.dim():
+    if is_distributed(param) and isinstance(state, Tensor) and state.shape == param._local_tensor.shape and state.dim():
         return Distribution.of(param, "").wrap(state)
     return state
 

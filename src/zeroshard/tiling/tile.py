@@ -28,7 +28,7 @@ from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
 from ..zero.auto_wrap import collect, partition
 from ..zero.init_context import BirthHome
-from ..zero.unit import ParamHome
+from ..zero.parameter import ParamHome
 from . import experts as tiled_experts
 from .layers import EmbeddingTile, LinearTile, TiledEmbedding, TiledLinear
 

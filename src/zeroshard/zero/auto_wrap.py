@@ -26,7 +26,7 @@ from ..errors import ConfigError, ShardedAccessError, did_you_mean
 from ..tensor.distributed import distribution_of
 from ..tensor.tiled_parameter import Tile, Tiled, class_and_name
 from ..utils.torch_compat import original
-from .unit import ParamSpec
+from .parameter import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _LARGE = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block

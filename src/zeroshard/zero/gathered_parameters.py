@@ -24,8 +24,9 @@ from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, Zerosha
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
 from .init_context import BirthHome
+from .parameter import ParamHome
 from .shard_model import exchange, write_value
-from .unit import ParamHome, Unit
+from .unit import Unit
 
 _BROADCAST_NBYTES = 1 << 26  # of one rank's values that travel at a time
 

@@ -28,10 +28,10 @@ from ..config import Config, Placement
 from ..errors import ShardedAccessError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shard_model import swap
 from .shared_storage import Origin
-from .unit import gather_flat
 
 _UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one
 _numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included

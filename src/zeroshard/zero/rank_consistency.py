@@ -21,7 +21,7 @@ from ..config import Config, Offload
 from ..errors import ModelMismatch
 from ..tensor.sharded_tensor import ShardedTensor
 from .auto_wrap import find_blocks
-from .unit import ParamSpec
+from .parameter import ParamSpec
 
 _PER_RANK = {"path", "offload_path"}  # each rank may have a disk of its own
 

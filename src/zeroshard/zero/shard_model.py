@@ -28,7 +28,8 @@ from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
-from .unit import ParamGroup, ParamHome, ParamSpec, Unit
+from .parameter import ParamHome, ParamSpec
+from .unit import ParamGroup, Unit
 
 _STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
 _LANDINGS = _STAGING_BUFFERS + 1

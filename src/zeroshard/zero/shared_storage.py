@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ShardedAccessError
 from ..tensor.sharded_tensor import RangeHome, ShardedTensor
-from .unit import ParamSpec
+from .parameter import ParamSpec
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...optim.parameter_access import ParameterPart, gradient_of, state_of, value_of
 from ...zero.gathered_parameters import home_of
-from ...zero.unit import ParamHome
+from ...zero.parameter import ParamHome
 from .partition import is_zero_param
 
 

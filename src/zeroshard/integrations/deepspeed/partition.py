@@ -33,8 +33,9 @@ from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
 from ...zero.init_context import cut_module, init
+from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
-from ...zero.unit import ParamHome, Phase
+from ...zero.unit import Phase
 from .ds_config import read_config
 
 logger = logging.getLogger("DeepSpeed")

@@ -1,0 +1,157 @@
+"""One parameter: as the model had it (`ParamSpec`), and where its slices belong (`ParamHome`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.base import Comm
+from ..errors import ModelChanged
+from ..io.aligned import bytes_of
+from ..tensor.distributed import Distribution
+from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.tiled_parameter import Part, part_of, whole_name
+
+
+@dataclass(eq=False)
+class ParamSpec:
+    """One parameter as the model had it: its names, and every (module, attribute) that holds it (ties)."""
+
+    name: str
+    original: nn.Parameter
+    owners: list[tuple[nn.Module, str]]
+    dtype: torch.dtype  # in which it rests and computes
+    shape: tuple[int, ...]
+    requires_grad: bool
+    given_dtype: torch.dtype  # in which the user gave it
+    number: int = -1  # position in the model, the bit in participation masks
+    distribution: Distribution | None = None  # over axes of the mesh that are not data-parallel; shape is that of the local shard
+    counts: bool = True  # this rank's is the one that counts, of those that hold the same along these axes
+
+    @property
+    def part(self) -> Part | None:
+        """Which part of a larger parameter it is: a tile, or a shard of tensor parallelism. None: it is whole."""
+        return self.distribution.part if self.distribution is not None else part_of(*self.owners[0])
+
+    def complete(self, value: Tensor) -> Tensor:
+        """The whole of a tensor of the parameter's shape (collective among ranks of tensor parallelism, where it is distributed)."""
+        return value if self.distribution is None else self.distribution.whole(value)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the parameter that it is, or is a part of."""
+        return self.shape if self.part is None else self.part.whole_shape
+
+    @property
+    def whole_name(self) -> str:
+        """Of the parameter that it is, or is a part of."""
+        return self.name if part_of(*self.owners[0]) is None else whole_name(self.name)
+
+
+class ParamHome:
+    """The Home (see tensor/sharded_tensor.py) of parameter `index` of a group, of its gradient and of its optimizer states."""
+
+    def __init__(self, group: Any, index: int) -> None:
+        self.group, self.index, self.comm = group, index, group.comm
+        piece = group.layout.piece(index, group.comm.rank)
+        self.name, self.start, self.stop = group.specs[index].name, piece.start, piece.stop
+        self.piece = piece
+        self.begin, self.end = piece.shard_offset, piece.shard_offset + piece.numel  # in this rank's shard
+
+    def __reduce__(self) -> Any:
+        """Of a frozen parameter that somebody pickles: what comes back belongs to no sharded model."""
+        return type(None), ()
+
+    def cut(self, rank: int) -> tuple[int, int]:
+        """[start, stop) of the elements of a rank; (0, 0) where it has none."""
+        piece = self.group.layout.piece(self.index, rank)
+        return piece.start, piece.stop
+
+    def wrap(self, local: Tensor | None, dtype: torch.dtype) -> ShardedTensor:
+        """A sharded tensor of the parameter's shape over a local piece (None: over what is at rest, see `fetch`)."""
+        return ShardedTensor(local, self.group.specs[self.index].shape, self, dtype=dtype, device=self.group.comm.device)
+
+    @property
+    def meeting(self) -> Comm:
+        """Of the ranks that measure the parameter together."""
+        runtime = self.group.runtime
+        return self.comm if runtime is None or runtime.topology.peers is runtime.comm else runtime.topology.peers
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's slice is one to be measured there; else another rank has it, too."""
+        return self.meeting is self.comm or self.group.counts
+
+    @property
+    def undivided(self) -> bool:
+        """True while the gradient is a weighted sum (zs.backward) that the step will divide."""
+        return self.group.runtime is not None and self.group.runtime.account.weight != 0
+
+    def fetch(self, gradient: bool) -> Tensor:
+        """This rank's slice of the value, or of the gradient: a view, or a copy of what rests elsewhere."""
+        return self.group.grads.load(self.begin, self.end) if gradient else self.group.values.rest.load(self.begin, self.end)
+
+    def before_write(self) -> None:
+        self.group.begin_write()
+        self.group.unit.writes += 1
+        self.group.comm.fence_write()
+
+    def after_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.values.rest.store(self.begin + offset, local)
+        self.group.masters.dirty.add(self.index)
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        self.group.refuse_gradient_write()
+        self.group.grads.store(self.begin + offset, local)
+
+    def before_meeting(self, what: str) -> None:
+        if self.group.runtime is not None:
+            self.group.runtime.attendance.refuse(what)
+
+    def gather_local(self, local: Tensor) -> Tensor:
+        self.before_meeting("full_tensor() (or another whole tensor)")
+        return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
+
+    def gradient(self) -> Tensor | None:
+        return self.group.gradient(self.index)
+
+    def set_gradient(self, value: Tensor | None) -> None:
+        self.group.set_gradient(self.index, value)
+
+    def assign(self, param: Tensor, value: Tensor) -> None:
+        """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""
+        aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
+        if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
+            return  # what it is; what was computed from it has the same home
+        if value.shape != param.shape:
+            raise ModelChanged(
+                f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
+                "it; or zs.close(model) first, resize, build a new optimizer, and zs.shard() again."
+            )
+        if (value.dtype, value.device) != (param.dtype, param.device):
+            raise ModelChanged(
+                f"parameter {self.name} was converted from {param.dtype} on {param.device} to "
+                f"{value.dtype} on {value.device} after zs.shard(), by half(), to() or `.data = ...`. Give "
+                "precision='bf16' or 'fp16' to zs.shard(), convert the model before it, or zs.close(model) first."
+            )
+        with torch.no_grad():
+            param.copy_(value)
+
+    def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)
+
+
+def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
+    """Every rank's 1-D tensor of any length, one behind the other, through the host (collective; for inspection)."""
+    mine = local.detach().to("cpu").contiguous()
+    everyone = comm.exchange(bytes(bytes_of(mine)), label)
+    whole = torch.empty(sum(map(len, everyone)) // mine.itemsize, dtype=mine.dtype, device="cpu")
+    content, begin = bytes_of(whole), 0
+    for part in filter(None, everyone):
+        content[begin : begin + len(part)] = part
+        begin += len(part)
+    return whole.to(local.device)
