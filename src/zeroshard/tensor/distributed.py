@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +91,11 @@ def distribution_of(param: Tensor) -> Distribution | None:
 def is_distributed(value: object) -> bool:
     """Whether it is a DTensor."""
     return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
+
+
+def local_of(value: Any) -> Any:
+    """This rank's shard of a DTensor; anything else as it is."""
+    return value.to_local() if is_distributed(value) else value
 
 
 def find(model: nn.Module) -> dict[str, DTensor]:

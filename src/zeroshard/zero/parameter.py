@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..comm.base import Comm
 from ..errors import ModelChanged
 from ..io.aligned import bytes_of
-from ..tensor.distributed import Distribution
+from ..tensor.distributed import Distribution, local_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
 
@@ -117,10 +117,12 @@ class ParamHome:
         return gather_flat(self.group.comm, local, f"full tensor of {self.name}")
 
     def gradient(self) -> Tensor | None:
-        return self.group.gradient(self.index)
+        gradient, distribution = self.group.gradient(self.index), self.group.specs[self.index].distribution
+        whole = distribution is not None and gradient is not None and not isinstance(gradient, ShardedTensor)
+        return distribution.wrap(gradient) if whole else gradient  # stage 0: torch's own norms are then those of all shards
 
     def set_gradient(self, value: Tensor | None) -> None:
-        self.group.set_gradient(self.index, value)
+        self.group.set_gradient(self.index, local_of(value))
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`: a write, since the parameter's memory is a part of the flat buffer."""

@@ -203,7 +203,8 @@ class Runtime:
         unit.depth -= 1
         if unit.depth > 0:
             return
-        unit.hide()
+        if not unit.in_backward:
+            unit.hide()
         if unit.pinned:
             return
         if output is not None:
@@ -274,7 +275,7 @@ class Runtime:
     def _watch(self, unit: Unit, output: Any) -> None:
         """Let the first gradient that reaches an output of the unit gather it again; keep what an output still refers to."""
         training, memories = torch.is_grad_enabled(), unit.memories
-        if not unit.sharded or not (training or memories):
+        if not (unit.sharded or unit.distributed) or not (training or memories):
             return
 
         seen = unit.writes
@@ -354,6 +355,7 @@ class Runtime:
             if torch.is_grad_enabled():  # create_graph=True: a backward of this backward reads the parameters again
                 self.keep(unit)
                 unit.kept.graphed = self.backward.graphed = True
+        unit.expose()  # what is computed again finds what was there
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
         """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
@@ -383,6 +385,7 @@ class Runtime:
             return
         unit.in_backward = False
         if not unit.in_use:
+            unit.hide()
             unit.swap_out()
             self.release(unit)
 

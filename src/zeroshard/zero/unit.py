@@ -432,7 +432,9 @@ class Unit:
         return bool(self._distributed)
 
     def expose(self) -> None:
-        """A forward begins: what stands in the modules is seen as DTensors, where that is what the model was given with."""
+        """A forward or backward begins: where the model came with DTensors, what stands in the modules is seen as such."""
+        if self._shown:
+            return
         made: dict[int, Tensor] = {}
         for parameters, attribute, distribution in self._distributed:
             local = parameters[attribute]
