@@ -104,7 +104,7 @@ def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[in
         return comm, None
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         got = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone.")
+        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone, or name the others tp, ep or pp.")
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     if mesh.ndim == 1:

@@ -85,7 +85,7 @@ def _check(mesh: Any, comm: Any) -> None:
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     names = mesh.mesh_dim_names or ()
-    data = [name for name in names if name not in MODEL_AXES] if names else [None] * mesh.ndim
+    data = [name for name in names if name not in MODEL_AXES]
     if len(data) > 2:
         raise ConfigError(
             f"mesh: of the axes {names} all but {MODEL_AXES} are of data parallelism, of which there may be two (replicas and shards), "
