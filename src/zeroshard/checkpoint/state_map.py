@@ -59,9 +59,12 @@ class Place:
             yield Box(tuple(0 for _ in shape), shape), 0  # a tensor without elements: once
         step = MAX_BLOB_NBYTES // self.dtype.itemsize
         for begin in range(self.start, self.stop, step):
-            at = begin
-            for box in boxes_of(shape, begin, min(begin + step, self.stop)):
-                yield (box if self.part is None else box.within(self.part.box)), at - self.start
+            end, at = min(begin + step, self.stop), begin
+            if self.part is not None:
+                yield from ((box, first - self.start) for box, first in self.part.boxes(begin, end))
+                continue
+            for box in boxes_of(shape, begin, end):
+                yield box, at - self.start
                 at += box.numel
 
 

@@ -123,7 +123,7 @@ class StoredTensor(Stored):
         """Where a part of this tensor (rows, or columns of a matrix) lies."""
         if part is None:
             return self
-        if part.dim != 0 or part.around is not None:
+        if part.dim != 0 or part.around is not None or part.maps > 1:
             return StoredPart(self, part)
         row_nbytes = self.nbytes // max(self.shape[0], 1)
         nbytes = math.prod(part.extents) * self.dtype.itemsize
@@ -189,7 +189,8 @@ class StoredPart(Stored):
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first element in the whole, [first, last) in this part) of each contiguous stretch of [start, stop)."""
-        for at, within, count in self.part.box.rows(self.whole.shape, start, stop):
+        flat = self.part.unpacked
+        for at, within, count in flat.box.rows(flat.whole_shape, start, stop):
             first, last = max(within, start), min(within + count, stop)
             if first < last:
                 yield at + first - within, first, last

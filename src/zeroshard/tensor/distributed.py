@@ -39,21 +39,17 @@ class Distribution:
 
     @classmethod
     def of(cls, tensor: DTensor, name: str) -> Distribution:
-        """Raises ConfigError for placements that no parameter can rest in, or that FSDP2 has made."""
-        kinds = sys.modules[_MODULE]
+        """Raises ConfigError for placements that no parameter can rest in."""
         for placement in tensor.placements:
-            if type(placement) not in (kinds.Shard, kinds.Replicate):
-                raise ConfigError(
-                    f"{name} is a DTensor placed {placement}: expected Shard or Replicate over axes of tensor or expert parallelism. Do "
-                    "not apply fully_shard to a model that zs.shard is given, and distribute partial sums before."
-                )
+            if placement.is_partial():
+                raise ConfigError(f"{name} is a DTensor placed {placement}, a sum that is not made yet: expected Shard or Replicate.")
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Names of the axes along which it is cut."""
         names = self.mesh.mesh_dim_names or ()
-        return tuple(name for name, placement in zip(names, self.placements, strict=True) if placement.is_shard())
+        return tuple(name for name, placement in zip(names, self.placements, strict=True) if not placement.is_replicate())
 
     @cached_property
     def part(self) -> Part | None:
@@ -62,13 +58,14 @@ class Distribution:
         assert place is not None
         extents = list(self.shape)
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
-            if not placement.is_shard():
+            if placement.is_replicate():
                 continue
-            extent = extents[placement.dim]
+            maps = getattr(placement, "split_factor", 1)  # of a weight that holds several maps, each of which is cut
+            extent = extents[placement.dim] // maps
             step = -(-extent // size)  # as torch.chunk cuts
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
-            part = Part(placement.dim, start, stop, tuple(extents), around=part)
-            extents[placement.dim] = stop - start
+            part = Part(placement.dim, start, stop, tuple(extents), maps, part)
+            extents[placement.dim] = maps * (stop - start)
         return part
 
     def wrap(self, local: Tensor) -> DTensor:

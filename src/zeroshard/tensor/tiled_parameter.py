@@ -12,7 +12,8 @@ the whole's name and shape; the tiles' own names (head.tiles.0.weight) are those
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TiledAccessError
-from .chunks import Box
+from .chunks import Box, boxes_of
 from .sharded_tensor import ShardedTensor
 
 
@@ -28,26 +29,54 @@ from .sharded_tensor import ShardedTensor
 class Part:
     """Which part of a parameter of `shape` a tile, or a rank of tensor parallelism, holds: [start, stop) of dimension `dim`.
 
-    around: where that parameter is itself a part (cut along two dimensions): which one.
+    maps: the dimension holds so many maps one after the other (packed queries, keys and values), of each of which [start, stop) is
+    meant. around: where that parameter is itself a part (cut along two dimensions): which one.
     """
 
     dim: int
     start: int
     stop: int
     shape: tuple[int, ...]
+    maps: int = 1
     around: Part | None = None
 
     def __post_init__(self) -> None:
-        assert 0 <= self.start <= self.stop <= self.shape[self.dim], self
+        assert 0 <= self.start <= self.stop <= self.shape[self.dim] // self.maps, self
+        assert self.maps == 1 or self.around is None, self
 
     @property
     def extents(self) -> tuple[int, ...]:
         """The shape of the part."""
-        return tuple(self.stop - self.start if dim == self.dim else extent for dim, extent in enumerate(self.shape))
+        mine = self.maps * (self.stop - self.start)
+        return tuple(mine if dim == self.dim else extent for dim, extent in enumerate(self.shape))
+
+    @property
+    def unpacked(self) -> Part:
+        """The same elements in the same order, with a dimension for the maps: a box of the whole."""
+        if self.maps == 1:
+            return self
+        shape = (*self.shape[: self.dim], self.maps, self.shape[self.dim] // self.maps, *self.shape[self.dim + 1 :])
+        return Part(self.dim + 1, self.start, self.stop, shape)
+
+    def boxes(self, start: int, stop: int) -> Iterator[tuple[Box, int]]:
+        """(box of the whole, its first element in the flattened part) of elements [start, stop) of that, in order."""
+        flat, at, lead = self.unpacked, start, self.dim + 1
+        for box in boxes_of(flat.extents, start, stop):
+            if self.maps == 1:
+                yield box.within(flat.box), at
+                at += box.numel
+                continue
+            for indices in itertools.product(*map(range, box.sizes[:lead])):  # what lies in one row of one map
+                offsets = (*(o + i for o, i in zip(box.offsets, indices, strict=False)), *box.offsets[lead:])
+                place = Box(offsets, (*(1,) * lead, *box.sizes[lead:])).within(flat.box)
+                joined = place.offsets[self.dim] * flat.shape[lead] + place.offsets[lead]
+                yield Box((*place.offsets[: self.dim], joined, *place.offsets[lead + 1 :]), (*(1,) * self.dim, *place.sizes[lead:])), at
+                at += place.numel
 
     @property
     def box(self) -> Box:
-        """Where it lies in the whole."""
+        """Where it lies in the whole, if that is one place."""
+        assert self.maps == 1, "see `unpacked`"
         outer = self.around.box.offsets if self.around is not None else (0,) * len(self.shape)
         return Box(tuple(o + self.start * (dim == self.dim) for dim, o in enumerate(outer)), self.extents)
 
@@ -59,6 +88,9 @@ class Part:
     def of(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor: a view."""
         whole = whole if self.around is None else self.around.of(whole)
+        if self.maps > 1:  # a copy
+            whole = whole.unflatten(self.dim, (self.maps, -1)).narrow(self.dim + 1, self.start, self.stop - self.start)
+            return whole.flatten(self.dim, self.dim + 1)
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
