@@ -27,10 +27,10 @@ def _seeded(config: GPTConfig) -> GPT:
 def test_the_plain_model_has_the_names_it_always_had():
     model = _seeded(PLAIN)
     names = [name for name, _ in model.named_parameters()]
-    block = ["attention_norm.weight", "attention.qkv.weight", "attention.out.weight", "mlp_norm.weight", "mlp.up.weight", "mlp.out.weight"]
-    expected = ["embedding.weight", "position.weight", *(f"ngrams.{i}.weight" for i in range(3))]
-    expected += [f"blocks.{i}.{name}" for i in range(2) for name in block]
-    assert names == [*expected, "norm.weight", "head.weight"]
+    block = ["attention_norm", "attention.qkv", "attention.out", "mlp_norm", "mlp.up", "mlp.out"]
+    expected = ["embedding", "position", *(f"ngrams.{i}" for i in range(3))]
+    expected += [*(f"blocks.{i}.{name}" for i in range(2) for name in block), "norm", "head"]
+    assert names == [f"{name}.weight" for name in expected]
 
 
 def test_slopes_are_those_of_the_paper():
@@ -131,7 +131,10 @@ def test_alibi_trains_in_each_precision(precision):
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
-    [({"positions": "rotary"}, "positions: expected one of learned, alibi, got 'rotary'"), ({"init_std": 0.0}, "init_std: expected a positive")],
+    [
+        ({"positions": "rotary"}, "positions: expected one of learned, alibi, got 'rotary'"),
+        ({"init_std": 0.0}, "init_std: expected a positive"),
+    ],
 )
 def test_a_wrong_option_is_named(wrong, words):
     with pytest.raises(ValueError, match=words):

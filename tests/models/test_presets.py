@@ -1,5 +1,7 @@
 """The case studies: parameter counts as published, layouts that fit their models, small scales that can be cut."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -48,3 +50,22 @@ def test_the_small_scale_is_the_same_architecture_and_can_be_cut(name):
     assert tiny.heads % 4 == 0 and tiny.layers == 4 and tiny.vocab_size == 256 and _numel(tiny) < 1e6
     with pytest.raises(ValueError, match="scale: expected one of tiny, full, got 'huge'"):
         CASE_STUDIES[name].config("huge")
+
+
+@pytest.mark.parametrize(("name", "column"), [(name, column) for column, name in enumerate(NAMES, 1)])
+def test_the_volumes_in_the_document_are_those_of_its_formulas(name, column):
+    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    rows = {cells[0]: cells[column] for line in text.splitlines() if len(cells := line.strip("| ").split(" | ")) == 4}
+    shape, layout, numel = CASE_STUDIES[name].full, CASE_STUDIES[name].layout, _numel(CASE_STUDIES[name].full)
+    rows_of_pass = layout.micro_batch or int(rows["sequences of a micro-batch"].split()[0])
+    passes = layout.global_batch // (layout.dp * rows_of_pass)
+    activation, model = 2 * rows_of_pass * shape.seq_len * shape.dim, layout.tp * layout.pp
+    blocks, ring = round(shape.layers / layout.pp), (layout.tp - 1) / layout.tp
+    bubble = (layout.pp - 1) / (passes + layout.pp - 1)
+    assert rows["tp x pp x dp = GPUs"].startswith(f"{layout.tp} x {layout.pp} x {layout.dp} = {layout.ranks}")
+    assert rows["micro-batches of a step"] == str(passes)
+    assert rows["bubble"] == (f"{bubble:.1%}" if bubble else "none")
+    assert rows["sent along tp, GB a step"] == f"{12 * activation * passes * blocks * ring / 1e9:.1f}"
+    assert rows["sent along pp, GB a step"] == f"{2 * activation * passes * (layout.pp > 1) / 1e9:.1f}"
+    assert rows["sent along dp, GB a step"] == f"{4 * numel / model * (layout.dp - 1) / layout.dp / 1e9:.1f}"
+    assert rows["model states of a rank, GB"] == f"{(4 + 12 / layout.dp) * numel / model / 1e9:.1f}"
