@@ -70,13 +70,14 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
     config = options.model_config()
     with torch.device("meta"):  # a rank may have a part of it
         numel = sum(parameter.numel() for parameter in GPT(config).parameters())
+    ngrams = f"{config.ngram_rows} rows a table of n-grams, " if config.ngram_rows else ""
     mesh = f" ({options.axes})" if options.mesh is not None else ""
     kind = options.preset if options.case_study is not None else "GPT"
     lines = [
         f"[bold]{STAGES[options.stage]}[/bold]",
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}{mesh} on {ranks.device.type}, {options.precision}",
         f"{kind} of {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, "
-        f"{config.ngram_rows} rows a table of n-grams, {config.seq_len} bytes of context",
+        f"{ngrams}{config.seq_len} bytes of context",
         f"{corpus.name}: {corpus.train.numel():,} bytes of {len(corpus.train_files)} files to train on, "
         f"{min(options.eval_bytes, corpus.held_out.numel()):,} bytes held out",
     ]
