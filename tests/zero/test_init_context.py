@@ -27,6 +27,12 @@ def tied_gpt():
     return GPT(GPTConfig(vocab_size=33, seq_len=8, dim=12, layers=2, heads=2, tied=True))
 
 
+def alibi_gpt():
+    return GPT(GPTConfig(
+        vocab_size=33, seq_len=8, dim=12, layers=2, heads=3, tied=True, bias=True, positions="alibi", embedding_norm=True
+    ))  # fmt: skip
+
+
 def hugging_face_gpt2():
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_embd=12, n_layer=2, n_head=2, n_positions=16))
@@ -59,7 +65,7 @@ class Torch(nn.Module):
         ])  # fmt: skip
 
 
-BUILDERS = [Stack, Language, Torch, gpt, tied_gpt]
+BUILDERS = [Stack, Language, Torch, gpt, tied_gpt, alibi_gpt]
 HUGGING_FACE = [hugging_face_gpt2, hugging_face_llama, hugging_face_vit]
 named = {"ids": lambda f: f.__name__}
 

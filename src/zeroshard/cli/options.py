@@ -2,20 +2,23 @@
 
 `--batch` counts sequences of one optimizer step over all ranks and micro-batches, so the same command reads the same
 text on any number of ranks:   batch = ranks x accumulate x sequences of one forward pass.
+On a mesh of ranks (`--mesh`), those along its axis dp read different text, and take the place of the ranks there.
 """
 
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import zeroshard as zs
 
 from ..compression import CODECS, GRADIENT_CODECS
 from ..config import PRESETS, Tier
-from ..models import GPTConfig
+from ..models import CASE_STUDIES, CaseStudy, GPTConfig
+from ..models.presets import SCALES
 from .arguments import Parser, UsageError
+from .mesh_axes import MeshAxes
 
 SIZES = {  # name -> layers, dim, heads
     "tiny": (3, 128, 4),  # 0.6 M parameters in blocks, 3.2 M in n-grams: a minute on two cores
@@ -25,6 +28,8 @@ SIZES = {  # name -> layers, dim, heads
 PRECISIONS = ("fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "cpu", "nvme")
+# names of torch.distributed.pipelining
+SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 OFFLOAD_PATH = "runs"  # on the disk of the working directory
 
 
@@ -37,11 +42,16 @@ class TrainOptions:
     """A validated call of `zeroshard train`. Each field is the option of that name; what `preset` stands for is in the others."""
 
     preset: str | None = _option(
-        None, "stage and offload by the field's name for them; options given beside it count", choices=tuple(PRESETS)
-    )
+        None, "stage and offload by the field's name for them, or model and stage of a published run; options beside it count",
+        choices=(*PRESETS, *CASE_STUDIES),
+    )  # fmt: skip
+    scale: str | None = _option(None, "of a published run: its own, or a small one of its kind (default: tiny)", choices=SCALES)
     stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
-    ranks: int | None = _option(None, "local ranks to start (default: one per GPU, without GPUs 2)", type=int)
-    size: str = _option("tiny", "preset of layers, dim and heads", choices=tuple(SIZES))
+    ranks: int | None = _option(None, "local ranks to start (default: the mesh's, else one per GPU, without GPUs 2)", type=int)
+    mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2 (data, pipeline and tensor parallel)")
+    schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
+    sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
+    size: str | None = _option(None, "preset of layers, dim and heads (default: tiny)", choices=tuple(SIZES))
     layers: int | None = _option(None, "blocks, instead of the preset's", type=int)
     dim: int | None = _option(None, "width, instead of the preset's", type=int)
     heads: int | None = _option(None, "attention heads, instead of the preset's", type=int)
@@ -51,7 +61,9 @@ class TrainOptions:
     time_limit: float | None = _option(None, "seconds of training after which it ends well, if sooner", type=float)
     seq: int = _option(256, "bytes per sequence", type=int)
     batch: int = _option(8, "sequences per step, over all ranks", type=int)
-    accumulate: int = _option(1, "micro-batches per step", type=int)
+    accumulate: int = _option(
+        1, "micro-batches per step (default: 1, with stages of pp 2 a stage)", type=int, also=("--micro-batches",)
+    )
     precision: str = _option("fp32", "compute precision; master weights stay fp32", choices=PRECISIONS)
     lr: float = _option(3e-3, "highest learning rate", type=float)
     weight_decay: float = _option(0.1, "decay of AdamW", type=float)
@@ -105,10 +117,23 @@ class TrainOptions:
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
         self._expect("save_in_background", self.save_every or not self.save_in_background, "none without --save-every")
         self._check_offload()
+        self._expect("scale", self.case_study or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}")
+        self._expect("size", self.size is None or not self.case_study, f"none with --preset {self.preset}; give --scale")
+        self._check_mesh()
         try:
-            self.model_config()
+            self.axes.check_model(self.model_config())
         except ValueError as error:
             raise UsageError(f"--{error}") from None
+
+    def _check_mesh(self) -> None:
+        axes = self.axes
+        if self.mesh is not None and self.ranks is not None:
+            axes.check_ranks(self.ranks)
+        self._expect("schedule", self.schedule is None or axes.pp > 1, "none without stages (--mesh pp=2)")
+        self._expect("sequence_parallel", not self.sequence_parallel or axes.tp > 1, "none without --mesh tp=2")
+        if axes.cuts_model:
+            self._expect("sample_bytes", not self.sample_bytes, f"0 with --mesh {axes}: a model in parts writes no text")
+            self._expect("tile_max_bytes", self.tile_max_bytes is None, f"none with --mesh {axes}, which cuts weights itself")
 
     def _check_offload(self) -> None:
         for name in ("tile_max_bytes", "buffer_mib"):
@@ -133,16 +158,24 @@ class TrainOptions:
             raise UsageError(f"--{name.replace('_', '-')}: expected {expected}, got {getattr(self, name)}")
 
     def model_config(self) -> GPTConfig:
-        """The model's shape: the preset of `--size` with what was given one by one."""
-        layers, dim, heads = SIZES[self.size]
-        return GPTConfig(
-            vocab_size=256,
-            seq_len=self.seq,
-            layers=self.layers or layers,
-            dim=self.dim or dim,
-            heads=self.heads or heads,
-            ngram_rows=self.ngram_rows,
-        )
+        """The model's shape: the preset of `--size`, or a published run's, with what was given one by one."""
+        if self.case_study is not None:
+            shape = self.case_study.config(self.scale or SCALES[0])
+        else:
+            layers, dim, heads = SIZES[self.size or "tiny"]
+            shape = GPTConfig(vocab_size=256, layers=layers, dim=dim, heads=heads)
+        given = {name: getattr(self, name) for name in ("layers", "dim", "heads") if getattr(self, name) is not None}
+        return replace(shape, seq_len=self.seq, ngram_rows=self.ngram_rows, **given)
+
+    @property
+    def case_study(self) -> CaseStudy | None:
+        """The published run that `preset` names, if it names one."""
+        return CASE_STUDIES.get(self.preset or "")
+
+    @property
+    def axes(self) -> MeshAxes:
+        """The axes of `--mesh`; all 1 without it, whatever the number of ranks."""
+        return MeshAxes() if self.mesh is None else MeshAxes.parse(self.mesh)
 
     def sharding(self) -> zs.Config:
         """The options of zs.shard."""
@@ -199,12 +232,15 @@ class TrainOptions:
         return self.checkpoint_activations or self.offload_activations != "none"
 
     def check_batch(self, world_size: int) -> None:
-        """Raise unless the batch divides evenly over ranks and micro-batches."""
-        parts = world_size * self.accumulate
+        """Raise unless the mesh has as many ranks, and the batch divides evenly over them and over micro-batches."""
+        if self.mesh is not None:
+            self.axes.check_ranks(world_size)
+        readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
+        parts = readers * self.accumulate
         if self.batch % parts:
             above = (self.batch // parts + 1) * parts
             raise UsageError(
-                f"--batch: expected a multiple of ranks x accumulate = {world_size} x {self.accumulate} = {parts}, "
+                f"--batch: expected a multiple of {word} x accumulate = {readers} x {self.accumulate} = {parts}, "
                 f"got {self.batch}; try --batch {above}"
             )
 
@@ -217,9 +253,34 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Options from the command line; `UsageError` names the one that is wrong."""
     parser = Parser(prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.")
     for option in fields(TrainOptions):
-        parser.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **option.metadata)
+        settings = dict(option.metadata)
+        names = (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
+        parser.add_argument(*names, default=option.default, **settings)
     chosen = parser.parse(argv)
-    if chosen.preset is not None:  # another row of defaults: what was given beside it counts
-        parser.set_defaults(**PRESETS[chosen.preset])
+    defaults = _other_defaults(chosen)
+    if defaults:  # another row of defaults: what was given beside it counts
+        parser.set_defaults(**defaults)
         chosen = parser.parse(argv)
     return TrainOptions(**vars(chosen))
+
+
+def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What a preset and a mesh stand for, where nothing else is given."""
+    if chosen.preset in PRESETS:
+        row = dict(PRESETS[chosen.preset])
+    else:
+        row = _published(CASE_STUDIES[chosen.preset], chosen.scale) if chosen.preset else {}
+    axes = MeshAxes() if chosen.mesh is None else MeshAxes.parse(chosen.mesh)
+    if axes.cuts_model:
+        row["sample_bytes"] = 0
+        row["accumulate"] = 2 * axes.pp if axes.pp > 1 else 1
+        row.setdefault("batch", math.lcm(8, axes.dp * row["accumulate"]))
+    return row
+
+
+def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
+    """The stage and the length of sequences of a published run; at full scale also its batch and precision."""
+    row = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
+    if scale == "full":
+        row |= {"batch": study.layout.global_batch, "precision": study.layout.precision}
+    return row

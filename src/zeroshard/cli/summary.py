@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -13,6 +14,7 @@ import zeroshard as zs
 
 from ..data.text import Corpus
 from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
+from ..models import GPT
 from ..planner.forecast import Forecast
 from .artefacts import RunFolder
 from .options import TrainOptions
@@ -63,15 +65,19 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpus, model) -> None:
+def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
     """Say what is about to run."""
     config = options.model_config()
-    numel = sum(parameter.numel() for parameter in model.parameters())
+    with torch.device("meta"):  # a rank may have a part of it
+        numel = sum(parameter.numel() for parameter in GPT(config).parameters())
+    ngrams = f"{config.ngram_rows} rows a table of n-grams, " if config.ngram_rows else ""
+    mesh = f" ({options.axes})" if options.mesh is not None else ""
+    kind = options.preset if options.case_study is not None else "GPT"
     lines = [
         f"[bold]{STAGES[options.stage]}[/bold]",
-        f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)} on {ranks.device.type}, {options.precision}",
-        f"GPT of {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, "
-        f"{config.ngram_rows} rows a table of n-grams, {config.seq_len} bytes of context",
+        f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}{mesh} on {ranks.device.type}, {options.precision}",
+        f"{kind} of {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, "
+        f"{ngrams}{config.seq_len} bytes of context",
         f"{corpus.name}: {corpus.train.numel():,} bytes of {len(corpus.train_files)} files to train on, "
         f"{min(options.eval_bytes, corpus.held_out.numel()):,} bytes held out",
     ]

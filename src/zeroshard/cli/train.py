@@ -3,6 +3,7 @@
     zeroshard train --ranks 2                 starts two ranks of itself (see launch.py), each of which joins
     torchrun --nproc-per-node 2 -m zeroshard train
     zeroshard train --ranks 1                 one process, no process group
+    zeroshard train --preset bloom --mesh dp=2,pp=2,tp=2      a published architecture in small, on a mesh of eight ranks
 
 Rank 0 prints and writes; a mistake in the call is one line and a non-zero exit code on all ranks.
 """
@@ -27,6 +28,7 @@ from ..launch import spawn
 from . import report_error, summary
 from .arguments import UsageError
 from .artefacts import BITS_PER_NAT, CHECKPOINTS, MODEL, REPORT, RunFolder
+from .mesh_trainer import MeshTrainer
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
@@ -38,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse_train(argv)
     if launched():
         return _join_and_run(options)
-    world_size = options.ranks or torch.cuda.device_count() or 2
+    on_mesh = options.axes.ranks if options.mesh is not None else None
+    world_size = options.ranks or on_mesh or torch.cuda.device_count() or 2
     options.check_batch(world_size)
     if world_size == 1:
         return _join_and_run(options)
@@ -80,10 +83,10 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     corpus = _prepare(options, ranks)
     folder, path = _open_folder(options, ranks)
     console = Console(quiet=not ranks.first, soft_wrap=False)
-    trainer = Trainer(options, ranks, corpus)
+    trainer = (MeshTrainer if options.axes.cuts_model else Trainer)(options, ranks, corpus)
     if options.resume is not None:
         folder = _resume(trainer, path, console)
-    summary.opening(console, options, ranks, corpus, trainer.model)
+    summary.opening(console, options, ranks, corpus)
     forecast = trainer.forecast() if options.uses_tiers else None
     if forecast is not None:
         console.print(f"forecast: {forecast}", highlight=False, soft_wrap=True)

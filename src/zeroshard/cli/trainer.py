@@ -4,6 +4,7 @@
 
 The only lines that know about sharding are in `build`; the loop is that of plain PyTorch. The heartbeat gives every
 rank the mean loss and rank 0's clock, so all agree when the time limit ends the run and which learning rate is next.
+Where ranks have only parts of the model, mesh_trainer.py takes the steps.
 """
 
 import contextlib
@@ -112,18 +113,28 @@ class Trainer:
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
-        self.model, self.optimizer = build(options, ranks)
+        self.model, self.optimizer = self._build()
         self.process = psutil.Process()
+
+    @property
+    def data_place(self) -> int:
+        """Which of the `data_places` equal parts of a batch this rank reads."""
+        return self.ranks.rank
+
+    @property
+    def data_places(self) -> int:
+        return self.ranks.world_size
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return build(self.options, self.ranks)
 
     def steps(self) -> Iterator[StepResult]:
         """Train until the steps or the time are used up; the last step's gradients are kept for the report."""
         started, step, fraction = time.monotonic() - self.seconds, self.step, self._fraction(self.step, self.seconds)
         while fraction < 1.0:
             before, begin = zs.report(self.model), time.monotonic()
-            self.optimizer.zero_grad()
             lr = self._set_lr(fraction)
-            loss = self._accumulate(step)
-            self.optimizer.step()
+            loss = self._take_step(step)
             step, step_seconds = step + 1, time.monotonic() - begin
             after = zs.report(self.model)
             self.step_traffic = _difference(after.communication, before.communication)
@@ -179,16 +190,23 @@ class Trainer:
             self.step_traffic, self.step_moved = json.loads(run["traffic"])
         return found.path
 
-    def forecast(self) -> Forecast:
+    def forecast(self) -> Forecast | None:
         """What a step will take, from a few measurements (collective)."""
         return forecast(self.model, lambda: self._micro_batch(0, 0), accumulate=self.options.accumulate)
 
     def _micro_batch(self, step: int, micro: int) -> Tensor:
         """The loss of this rank's part of a micro-batch, as a share of the step's."""
         tokens, targets = self.batches.part(
-            step, self.ranks.rank, self.ranks.world_size, micro, self.options.accumulate
+            step, self.data_place, self.data_places, micro, self.options.accumulate
         )  # each (rows, seq)
         return self.model(tokens.to(self.ranks.device), targets.to(self.ranks.device)) / self.options.accumulate
+
+    def _take_step(self, step: int) -> float:
+        """One step of the optimizer; returns the mean loss of this rank's part of the batch."""
+        self.optimizer.zero_grad()
+        loss = self._accumulate(step)
+        self.optimizer.step()
+        return loss
 
     def _accumulate(self, step: int) -> float:
         """Forward and backward of all micro-batches of this rank; returns their mean loss."""
@@ -222,12 +240,12 @@ class Trainer:
         """
         seq = self.options.seq
         windows, scored = held_out_windows(self.held_out, seq, max(1, seq // 2) if overlap else seq)
-        share = math.ceil(len(windows) / self.ranks.world_size)
-        missing = share * self.ranks.world_size - len(windows)
+        share = math.ceil(len(windows) / self.data_places)
+        missing = share * self.data_places - len(windows)
         windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
-        part = slice(self.ranks.rank * share, (self.ranks.rank + 1) * share)
+        part = slice(self.data_place * share, (self.data_place + 1) * share)
         nats = self._scored_nats(windows[part].to(self.ranks.device), scored[part].to(self.ranks.device))
-        total_nats = float(self.ranks.gather(nats).sum())
+        total_nats = float(self.ranks.gather(nats).sum()) * (self.data_places / self.ranks.world_size)
         return (total_nats / math.log(2) + 8) / self.held_out.numel()
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)

@@ -1,9 +1,11 @@
 """A compact decoder-only GPT: the reference model of `zeroshard train`, the benchmarks and the tests.
 
+With other options it is the architecture of the case studies (presets.py): biases, ALiBi, a normalised embedding.
+
 It is an ordinary `nn.Module`: nothing in it knows about sharding. Its `Block`s stand in an `nn.ModuleList`, so
 that each becomes one unit; embeddings, the last norm and the head form the root unit.
 
-    tokens (batch, seq) -> embedding + position (+ n-grams) -> [Block] * layers -> norm -> head -> logits or loss
+    tokens (batch, seq) -> embedding + position (+ n-grams) (-> norm) -> [Block] * layers -> norm -> head -> logits or loss
 
 Words: *dim* is the width of the residual stream, *head_dim* = dim / heads, *seq* the tokens of one sequence.
 *N-grams* are optional: tables with a vector for the 2, 3 and 4 tokens that end at a position, found by a hash. They
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 NGRAM_LENGTHS = (2, 3, 4)
+POSITIONS = ("learned", "alibi")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class GPTConfig:
     tied: bool = False
     dropout: float = 0.0
     ngram_rows: int = 0  # of each n-gram table; 0: none
+    positions: str = "learned"  # a vector for each position, or "alibi": attention falls with distance (arXiv 2108.12409)
+    bias: bool = False  # of linear maps and norms; the head has none
+    embedding_norm: bool = False  # a norm after the embedding, as in BLOOM (arXiv 2211.05100, section 3.2)
+    init_std: float = 0.02  # of the normal distribution that weights are drawn from
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "seq_len", "dim", "layers", "heads", "mlp_ratio"):
@@ -44,31 +51,70 @@ class GPTConfig:
             raise ValueError(f"heads: expected a divisor of dim={self.dim}, got {self.heads}; change heads or dim")
         if self.ngram_rows < 0:
             raise ValueError(f"ngram_rows: expected 0 (none) or a positive integer, got {self.ngram_rows}")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions: expected one of {', '.join(POSITIONS)}, got {self.positions!r}")
+        if not 0.0 < self.init_std < math.inf:
+            raise ValueError(f"init_std: expected a positive number, got {self.init_std}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected 0 <= dropout < 1, got {self.dropout}")
 
-    def to_dict(self) -> dict[str, int | float | bool]:
+    def to_dict(self) -> dict[str, int | float | bool | str]:
         """The fields as a dictionary, ready for JSON."""
         return asdict(self)
 
 
+def alibi_slopes(heads: int) -> list[float]:
+    """By how much the score of a key falls for each token that it lies behind the query, for each head.
+
+    For n heads, n a power of two: 2^(-8/n), its square, its cube, ... For other numbers, those of the next lower power
+    of two, then every other one of the next higher. ALiBi, arXiv 2108.12409, section 3 and its authors' code.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    return slopes + [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+
+
+def alibi_bias(slopes: list[float], seq: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores: (1, heads, seq, seq), -slope x distance, and -inf where a key lies ahead of the query."""
+    places = torch.arange(seq, device=device)
+    distance = places[:, None] - places  # (query, key)
+    bias = -torch.tensor(slopes, device=device)[:, None, None] * distance
+    return bias.masked_fill(distance < 0, -math.inf).to(dtype)[None]
+
+
 class Attention(nn.Module):
-    """Causal multi-head attention with one fused projection to queries, keys and values."""
+    """Causal multi-head attention with one fused projection to queries, keys and values.
+
+    The rows of `qkv` (weight, bias) are three blocks, each head after head: (3, heads, head_dim) = queries, keys, values.
+    So who gives ranks some of the heads (tensor parallelism) takes rows out of each of the blocks, and the same columns
+    of `out`, and says which heads are here: `heads` of them, from `first_head` on. The rest follows from that.
+    """
+
+    heads: int  # that are computed here
+    first_head: int  # of all the model's: their slopes differ
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.first_head = config.heads, 0
+        self.head_dim = config.dim // config.heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)  # weight (3 * dim, dim)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        # numbers, not a buffer: a model that is built on the meta device has them as well
+        self.slopes = alibi_slopes(config.heads) if config.positions == "alibi" else None
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=config.bias)  # weight (3 * dim, dim)
+        self.out = nn.Linear(config.dim, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, seq, dim = x.shape
-        heads = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads)
+        projected = self.qkv(x)
+        batch, seq, _ = projected.shape
+        heads = projected.view(batch, seq, 3, self.heads, self.head_dim)
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, seq, head_dim)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, dim))
+        if self.slopes is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            bias = alibi_bias(self.slopes[self.first_head : self.first_head + self.heads], seq, q.dtype, q.device)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout)
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
 
 
 class MLP(nn.Module):
@@ -77,21 +123,21 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         hidden = config.mlp_ratio * config.dim
-        self.up = nn.Linear(config.dim, hidden, bias=False)
-        self.out = nn.Linear(hidden, config.dim, bias=False)
+        self.up = nn.Linear(config.dim, hidden, bias=config.bias)
+        self.out = nn.Linear(hidden, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(F.gelu(self.up(x), approximate="tanh"))  # (batch, seq, dim)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms."""
+    """One pre-norm transformer block: 12 dim^2 parameters at mlp_ratio 4, and two norms; with biases 13 dim in all beside."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.dim, bias=False)
+        self.attention_norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.dim, bias=False)
+        self.mlp_norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -120,34 +166,42 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.position = nn.Embedding(config.seq_len, config.dim)
+        self.position = nn.Embedding(config.seq_len, config.dim) if config.positions == "learned" else None
         self.ngrams = nn.ModuleList(
             nn.Embedding(config.ngram_rows, config.dim) for _ in NGRAM_LENGTHS if config.ngram_rows
         )
+        self.embedding_norm = nn.LayerNorm(config.dim, bias=config.bias) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.dim, bias=False)
+        self.norm = nn.LayerNorm(config.dim, bias=config.bias)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal(0, 0.02), as GPT-2; maps that write into the residual stream are scaled by 1 / sqrt(2 layers)."""
-        std = 0.02
+        """Normal(0, init_std), as GPT-2; maps that write into the residual stream are scaled by 1 / sqrt(2 layers)."""
+        std = self.config.init_std
         if isinstance(module, (Attention, MLP)):  # apply() visits children first, so this overrides theirs
-            for weight in module.out.parameters():  # one, or those of its tiles (zs.tile)
-                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
+            for name, weight in module.out.named_parameters():  # one, or those of its tiles (zs.tile)
+                if not name.endswith("bias"):
+                    nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits (batch, seq, vocab) or, with `targets` (batch, seq), the mean cross entropy, computed in fp32."""
         seq = tokens.shape[1]
         if seq > self.config.seq_len:
             raise ValueError(f"tokens: expected at most seq_len={self.config.seq_len} per sequence, got {seq}")
-        x = self.embedding(tokens) + self.position(torch.arange(seq, device=tokens.device))  # (batch, seq, dim)
+        x = self.embedding(tokens)  # (batch, seq, dim)
+        if self.position is not None:
+            x = x + self.position(torch.arange(seq, device=tokens.device))
         for length, table in zip(NGRAM_LENGTHS, self.ngrams, strict=False):  # no tables without ngram_rows
             x = x + table(ngram_hash(tokens, length, self.config.ngram_rows))
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))  # (batch, seq, vocab)

@@ -1,0 +1,101 @@
+"""The models and layouts of the published runs that trained with ZeRO inside of a mesh: Turing-NLG, BLOOM, MT-NLG.
+
+    ranks = tp x pp x dp          tp: parts of each weight, pp: stages of blocks, dp: groups that share the batch
+
+A *scale* is a shape of the same architecture: "full", as published, or "tiny", which trains on a few CPU ranks and still
+can be cut in two or four along each axis. Each number names its source; what was not published is None, or is marked.
+"""
+
+from dataclasses import dataclass, replace
+
+from .gpt import GPTConfig
+
+SCALES = ("tiny", "full")
+_GPT2_VOCABULARY = "GPT-2's 50,257 tokens, padded to a multiple of 128 x tp as Megatron-LM does (arXiv 1909.08053, section 3)"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks of a published run were arranged, and what each of its steps read."""
+
+    tp: int
+    pp: int
+    dp: int
+    stage: int  # of ZeRO, over dp
+    precision: str
+    global_batch: int  # sequences of a step, once it had grown to its full length
+    micro_batch: int | None  # sequences of one forward pass of one data-parallel rank
+    device: str
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
+
+@dataclass(frozen=True)
+class CaseStudy:
+    """A published run: its architecture at each scale, its layout, and where the numbers are from."""
+
+    full: GPTConfig
+    tiny: GPTConfig
+    layout: Layout
+    billions: float  # of parameters, as printed
+    sources: dict[str, str]  # what -> document and place
+
+    def config(self, scale: str) -> GPTConfig:
+        """The architecture at a scale. Raises ValueError."""
+        if scale not in SCALES:
+            raise ValueError(f"scale: expected one of {', '.join(SCALES)}, got {scale!r}")
+        return self.full if scale == "full" else self.tiny
+
+
+def _case_study(full: GPTConfig, heads: int, layout: Layout, billions: float, sources: dict[str, str]) -> CaseStudy:
+    """With the tiny scale beside the full one: bytes as tokens, four blocks of dim 96, `heads` heads."""
+    tiny = replace(full, vocab_size=256, seq_len=128, dim=96, layers=4, heads=heads, init_std=0.02)
+    return CaseStudy(full, tiny, layout, billions, sources)
+
+
+CASE_STUDIES: dict[str, CaseStudy] = {
+    "turing-nlg": _case_study(
+        GPTConfig(vocab_size=50688, seq_len=1024, dim=4256, layers=78, heads=28, bias=True, tied=True),
+        heads=4,
+        layout=Layout(tp=4, pp=1, dp=64, stage=1, precision="fp16", global_batch=512, micro_batch=None, device="V100 32 GB"),
+        billions=17,
+        sources={
+            "layers, dim, heads, seq_len, global_batch, precision, tp":
+                "Microsoft Research blog, Turing-NLG: A 17-billion-parameter language model, 2020-02-13",
+            "dp, stage":
+                "Microsoft Research blog, ZeRO & DeepSpeed, 2020-02-13: 256 GPUs, partitioned optimizer states",
+            "bias, tied, learned positions": "Megatron-LM, on which it was built: arXiv 1909.08053, section 3",
+            "vocab_size": "not published; " + _GPT2_VOCABULARY,
+        },
+    ),
+    "bloom": _case_study(
+        GPTConfig(
+            vocab_size=250880, seq_len=2048, dim=14336, layers=70, heads=112, positions="alibi", embedding_norm=True,
+            bias=True, tied=True, init_std=0.0048,
+        ),
+        heads=12,  # as 112 no power of two, so that the slopes of ALiBi are of both kinds
+        layout=Layout(tp=4, pp=12, dp=8, stage=1, precision="bf16", global_batch=2048, micro_batch=2, device="A100 80 GB"),
+        billions=176.247,
+        sources={
+            "layers, dim, heads, seq_len, global_batch, billions": "BLOOM, arXiv 2211.05100, table 3",
+            "positions, embedding_norm": "BLOOM, arXiv 2211.05100, section 3.2",
+            "tp, pp, dp, stage, precision": "BLOOM, arXiv 2211.05100, section 3.4",
+            "vocab_size, init_std, micro_batch": "bigscience-workshop/bigscience, train/tr11-176B-ml/tr11-176B-ml.slurm",
+        },
+    ),
+    "mt-nlg": _case_study(
+        GPTConfig(vocab_size=51200, seq_len=2048, dim=20480, layers=105, heads=128, bias=True, tied=True, init_std=4e-3),
+        heads=8,
+        layout=Layout(tp=8, pp=35, dp=8, stage=1, precision="bf16", global_batch=1920, micro_batch=None, device="A100 80 GB"),
+        billions=530,
+        sources={
+            "layers, dim, heads, seq_len, global_batch, init_std, tp, pp": "MT-NLG, arXiv 2201.11990, section 3.2",
+            "dp": "MT-NLG, arXiv 2201.11990, section 2: 280, 350 and 420 servers of 8 GPUs, 280 GPUs a model",
+            "stage": "not published; ZeRO-1, the stage that reduces gradients once a step, as pipelines of DeepSpeed do",
+            "bias, tied, learned positions": "Megatron-LM, on which it was built: arXiv 1909.08053, section 3",
+            "vocab_size": _GPT2_VOCABULARY,
+        },
+    ),
+}  # fmt: skip
