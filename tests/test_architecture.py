@@ -31,7 +31,7 @@ LAYERS = (
     ("tiling", "checkpoint", "planner", "data"),
     ("api", "averaged_model"),
     ("__init__",),
-    ("models", "launch"),
+    ("models", "launch", "parallel"),
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
     ("integrations.deepspeed.site", "cli", "bench", "__main__"),

@@ -1,0 +1,298 @@
+"""Tensor-parallel plans: which module of a model is cut how, and over how many ranks that can be done.
+
+A plan is data: full names of modules (and of parameters that no linear map owns, as those of experts) -> style. It comes
+from the model itself, where Transformers brings one (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
+`tensor_parallel.apply` carries it out with torch.distributed.tensor.parallel.
+
+    one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
+                                          colwise                            rowwise          one all-reduce, none between
+
+Words: *features* are what a linear map puts out; *packed*: one weight holds several maps, one after the other (queries,
+keys, values), each of which is cut. Style names are those of Transformers, whose meanings they have.
+Source: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism: arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError, did_you_mean
+
+PACKED = {"packed_colwise": 2, "packed_qkv": 3, "packed_kv": 2}  # style -> how many maps one weight holds
+COLWISE = ("colwise", "local_colwise", *PACKED)
+GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")  # cut by features, put out whole
+ROWWISE = ("rowwise", "local_rowwise", "rowwise_split_input", "rowwise_rep")
+EXPERTS = "moe_tp_experts"  # a module whose own parameters are those of all experts; each expert is cut
+LOCAL_NORM = "replicated_with_grad_allreduce"  # works on this rank's heads with whole parameters
+VOCABULARY = "embedding_rowwise"
+STYLES = (*COLWISE, *GATHERED, *ROWWISE, EXPERTS, LOCAL_NORM, VOCABULARY, "sequence_parallel", "replicate", "replicated")
+HEADS = ("num_attention_heads", "n_head", "num_heads", "heads")  # how configurations call them
+MOST_RANKS = 64  # that are suggested
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of one architecture. Names are tails of full names: "attn.c_proj" is every module that ends so."""
+
+    styles: Mapping[str, str]
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # attributes that count heads or features
+    embedding: str = ""  # full names, where the model does not tell
+    head: str = ""
+
+
+_LLAMA = {
+    **{f"self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "self_attn.o_proj": "rowwise",
+    **{f"mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+    "mlp.down_proj": "rowwise",
+}
+FAMILIES = {
+    "llama": Family(_LLAMA),
+    "mixtral": Family(
+        {
+            **_LLAMA,
+            "mlp.experts.gate_up_proj": "packed_colwise",  # (experts, 2 * intermediate, hidden)
+            "mlp.experts.down_proj": "rowwise",  # (experts, hidden, intermediate)
+            "mlp.experts": EXPERTS,
+            "block_sparse_moe.experts.*.w[13]": "colwise",  # Transformers 4: a module for each expert
+            "block_sparse_moe.experts.*.w2": "rowwise",
+        }
+    ),
+    "gpt2": Family(
+        {
+            "attn.c_attn": "packed_qkv",
+            "crossattention.c_attn": "packed_kv",
+            "crossattention.q_attn": "colwise",
+            "attn.c_proj": "rowwise",
+            "crossattention.c_proj": "rowwise",
+            "mlp.c_fc": "colwise",
+            "mlp.c_proj": "rowwise",
+        },
+        {"attn": ("num_heads", "split_size"), "crossattention": ("num_heads", "split_size")},
+    ),
+    "bert": Family(
+        {
+            **{f"*attention.self.{name}": "colwise" for name in ("query", "key", "value")},
+            "intermediate.dense": "colwise",
+            "output.dense": "rowwise",  # of attention and of the MLP
+        },
+        {"*attention.self": ("num_attention_heads", "all_head_size")},
+    ),
+    "t5": Family(
+        {
+            **{f"{kind}.{name}": "colwise" for kind in ("SelfAttention", "EncDecAttention") for name in "qkv"},
+            "SelfAttention.o": "rowwise",
+            "EncDecAttention.o": "rowwise",
+            "SelfAttention.relative_attention_bias": "colwise",  # an embedding: a column for each head
+            **{f"DenseReluDense.{name}": "colwise" for name in ("wi", "wi_0", "wi_1")},
+            "DenseReluDense.wo": "rowwise",
+        },
+        {kind: ("n_heads", "inner_dim") for kind in ("SelfAttention", "EncDecAttention")},
+    ),
+    "zeroshard.GPT": Family(
+        {"attention.qkv": "packed_qkv", "attention.out": "rowwise", "mlp.up": "colwise", "mlp.out": "rowwise"},
+        {"attention": ("heads",)},
+        embedding="embedding",
+        head="head",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which module is cut how. Full names; what has no style is whole on every rank.
+
+    styles: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
+    divided: name of a module -> its attributes that count heads or features, which `apply` divides by the ranks.
+    head: the module that puts out logits, if it is cut; with loss_parallel they stay cut.
+    """
+
+    styles: Mapping[str, Any]
+    divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    head: str | None = None
+
+
+def plan_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> Plan:
+    """The tensor-parallel plan of a model: its own, else that of its family; `styles` of yours go on top.
+
+    styles: pattern -> style (one of STYLES, a ParallelStyle of torch, or None: whole). A pattern is a full name whose
+    parts between dots may hold `*`: "model.layers.*.mlp.up_proj". vocabulary=False leaves embedding and head whole.
+    Errors: ConfigError for patterns that match nothing, styles that are not known, and models of which nothing is known.
+    """
+    names = _names(model)
+    family = FAMILIES.get(_family(model), Family({}))
+    given = _own_plan(model, names) or _by_tail(family.styles, names)
+    if not given and not styles:
+        raise ConfigError(
+            f"there is no tensor-parallel plan for {type(model).__name__}: give one, {{name: style}} with the styles colwise and "
+            f"rowwise. Known are models that bring one (Transformers' _tp_plan) and {', '.join(FAMILIES)}."
+        )
+    embedding, head = _ends(model, family)
+    for name in (embedding, head):
+        given.pop(name, None)
+    if vocabulary and embedding:
+        given[embedding] = VOCABULARY
+        for name in _tied_embeddings(model, embedding):
+            given[name] = VOCABULARY
+    if vocabulary and head:
+        given[head] = "colwise_gather_output"
+    for pattern, style in (styles or {}).items():
+        matched = [name for name in names if _matches(pattern, name)]
+        if not matched:
+            raise absent(model, pattern, names)
+        if isinstance(style, str) and style not in STYLES:
+            near = did_you_mean(style, STYLES)
+            raise ConfigError(f"plan: {pattern!r}: there is no style {style!r}.{near} Known: {', '.join(STYLES)}.")
+        given.update(dict.fromkeys(matched, style))
+    kept = {name: style for name, style in given.items() if style is not None}
+    unknown = {name: style for name, style in kept.items() if isinstance(style, str) and style not in STYLES}
+    for name, style in unknown.items():
+        raise ConfigError(
+            f"the plan that {type(model).__name__} brings has the style {style!r} for {name}, which is not served: give that "
+            f"module another, {{{name!r}: ...}}, one of {', '.join(STYLES)}, a ParallelStyle of torch, or None."
+        )
+    return Plan(kept, _by_tail(family.divided, names), head if head in kept else None)
+
+
+def divides(model: nn.Module, tp: int, plan: Plan | None = None) -> list[str]:
+    """Why `tp` ranks can not share this model, a sentence for each size that they do not divide; [] where they can."""
+    given = _sizes(model, plan or plan_for(model))
+    fit = [ranks for ranks in range(1, MOST_RANKS + 1) if not any(size % ranks for size in given.values())]
+    near = [max((n for n in fit if n < tp), default=None), min((n for n in fit if n > tp), default=None)]
+    nearest = " and ".join(f"tp={ranks}" for ranks in near if ranks) + (" do" if all(near) else " does")
+    sentences = []
+    for what, size in given.items():
+        if size % tp:
+            sentence = f"tp={tp} does not divide the {size:,} {what} of {type(model).__name__}: {nearest}."
+            if what == "tokens":
+                sentence += f" Or leave them whole: plan_for(model, vocabulary=False), or pad them to {-(-size // tp) * tp}."
+            sentences.append(sentence)
+    return sentences
+
+
+def features(model: nn.Module, name: str, style: str) -> int:
+    """How many features (per packed map) the style cuts of a module or parameter; rows of the table for an embedding."""
+    owner, attribute = resolve(model, name)
+    if attribute is not None:  # (..., out, in), as experts have
+        shape = getattr(owner, attribute).shape
+        return shape[-1] if style in ROWWISE else shape[-2] // PACKED.get(style, 1)
+    weight = owner.weight
+    if isinstance(owner, nn.Embedding):
+        return weight.shape[0 if style == VOCABULARY else 1]
+    outward = 1 if is_conv1d(owner) else 0
+    return weight.shape[1 - outward if style in ROWWISE else outward] // PACKED.get(style, 1)
+
+
+def absent(model: nn.Module, name: str, names: list[str]) -> ConfigError:
+    """The error for a name, or pattern, that is not there."""
+    near = did_you_mean(name, names)
+    return ConfigError(f"plan: {name!r} is no module or parameter of {type(model).__name__}.{near}")
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Is it GPT-2's linear map, whose weight is (in, out)?"""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def _sizes(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """What the ranks have to divide: word -> number."""
+    config = _config(model)
+    sizes: dict[str, int] = {}
+    attention = [name for name in plan.styles if "att" in name.lower()]
+    if attention and config is not None:
+        heads = next((getattr(config, word) for word in HEADS if isinstance(getattr(config, word, None), int)), None)
+        groups = getattr(config, "num_key_value_heads", None)
+        sizes |= {"attention heads": heads} if heads else {}
+        sizes |= {"key-value heads": groups} if isinstance(groups, int) and groups != heads else {}
+    for name, style in plan.styles.items():
+        if not isinstance(style, str) or style in ("sequence_parallel", "replicate", "replicated", EXPERTS, LOCAL_NORM):
+            continue
+        if style == VOCABULARY or name == plan.head:
+            sizes["tokens"] = features(model, name, style)
+        elif not (sizes.get("attention heads") and name in attention):
+            word = "features between the linear maps (intermediate size)"
+            number = features(model, name, style)
+            if word in sizes and sizes[word] != number:
+                word = f"features of {name}"
+            sizes[word] = number
+    return sizes
+
+
+# ------------------------------------------------------------------------------------------------------ names
+
+
+def _names(model: nn.Module) -> list[str]:
+    modules = [name for name, _ in model.named_modules() if name]
+    return modules + [name for name, _ in model.named_parameters()]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Part by part: `*` stands for one part, or a piece of one, and never for a dot."""
+    parts, given = name.split("."), pattern.split(".")
+    return len(parts) == len(given) and all(map(fnmatchcase, parts, given))
+
+
+def _by_tail(table: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        for tail, value in table.items():
+            if _matches(tail, ".".join(name.split(".")[-tail.count(".") - 1 :])):
+                found[name] = value
+    return found
+
+
+def _own_plan(model: nn.Module, names: list[str]) -> dict[str, str]:
+    """What Transformers' model says of itself; patterns of its base model are relative to that."""
+    config = getattr(model, "config", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and isinstance(getattr(model, prefix, None), nn.Module) else ""
+    rules = {prefix + pattern: style for pattern, style in (getattr(config, "base_model_tp_plan", None) or {}).items()}
+    rules |= getattr(type(model), "_tp_plan", None) or {}
+    return {name: style for pattern, style in rules.items() for name in names if _matches(pattern, name)}
+
+
+def _family(model: nn.Module) -> str:
+    if any(f"{base.__module__}.{base.__qualname__}" == "zeroshard.models.gpt.GPT" for base in type(model).__mro__):
+        return "zeroshard.GPT"
+    return getattr(getattr(model, "config", None), "model_type", "")
+
+
+def _config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
+    """Names of the embedding of tokens and of the head, '' where there is none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = [family.embedding, family.head]
+    for number, ask in enumerate(("get_input_embeddings", "get_output_embeddings")):
+        try:
+            found = getattr(model, ask)() if hasattr(model, ask) else None
+        except NotImplementedError:
+            found = None
+        if isinstance(found, (nn.Embedding, nn.Linear)):
+            ends[number] = names.get(id(found), "")
+    return ends[0], ends[1]
+
+
+def _tied_embeddings(model: nn.Module, embedding: str) -> Iterator[str]:
+    weight = model.get_submodule(embedding).weight
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight is weight and name != embedding:
+            yield name
+
+
+def resolve(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
+    """The module of that name and None, or a parameter's owner and attribute."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if last in owner._parameters:
+        return owner, last
+    return getattr(owner, last), None
+

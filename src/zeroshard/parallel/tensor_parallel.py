@@ -1,0 +1,454 @@
+"""Tensor parallelism applied to a model in place: torch's parallel styles where there are such, hooks for the rest.
+
+    sequence_parallel, one block       x: (batch, seq / tp, dim)   DTensor, Shard(1): the stream between maps
+                       norm            on this rank's tokens
+      enter attention  all-gather      (batch, seq, dim)           DTensor, Replicate: once for all maps that read it
+                       q, k, v | o     this rank's heads           plain tensors
+      leave            reduce-scatter  x + ...
+    without it the stream is whole and plain on every rank: all-reduce where maps end, and its mirror in backward.
+
+Words: *stream*: what flows between blocks; *entry*: a module several cut maps of which read one input, which becomes a
+DTensor once, so that its gradient is summed over the ranks once; *stack*: the outermost list of blocks; *island*: a
+mixture of experts, inside of which all is whole and plain in both ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ZeroshardError
+from .plans import (
+    COLWISE,
+    EXPERTS,
+    GATHERED,
+    LOCAL_NORM,
+    PACKED,
+    ROWWISE,
+    VOCABULARY,
+    Plan,
+    absent,
+    divides,
+    is_conv1d,
+    plan_for,
+    resolve,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+STATES = ("hidden_states", "key_value_states", "encoder_hidden_states", "x", "input")  # how modules call what maps read
+WHOLE = ("replicate", "replicated")
+
+
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | Mapping[str, Any] | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
+    """Cut a model over the ranks of a mesh of one axis (mesh["tp"]), in place; returns it. Call it before zs.shard.
+
+    plan: of plan_for; or a mapping of your own, name pattern -> style, that goes on top of plan_for(model).
+    sequence_parallel: between the maps of a block each rank has seq / tp tokens. loss_parallel: logits stay cut by tokens of
+    the vocabulary (a DTensor); forward and backward then run inside torch.distributed.tensor.parallel.loss_parallel().
+
+    Parameters that are cut become DTensors of one placement: Shard, or _StridedShard for packed ones. Biases of rowwise maps
+    and, with sequence_parallel, norms of blocks become Replicate DTensors, whose gradients torch sums; all others stay plain
+    and get the same gradient on every rank. All ranks start from the values of the axis's first rank; ties stay ties.
+    Seed dropout alike on all ranks of the axis: what is whole must be dropped alike (heads of different ranks then share masks).
+    Errors: ConfigError, before anything is changed, where the ranks do not divide the model, names or styles do not fit, or
+    the model is sharded already.
+    """
+    _check_plain(model, mesh)
+    plan = plan if isinstance(plan, Plan) else plan_for(model, plan)
+    _check(model, mesh, plan, loss_parallel)
+    if mesh.size() == 1:
+        return model
+    cut = _Cut(model, mesh, plan, sequence_parallel, loss_parallel)
+    ties = _ties(model, plan)
+    cut.run()
+    for places in ties:
+        _tie(places)
+    _start_alike(model, mesh)
+    return model
+
+
+class _Cut:
+    """One `apply`: what is where, found before anything is changed, and the changes."""
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence_parallel: bool, loss_parallel: bool) -> None:
+        self.model, self.mesh, self.plan, self.loss_parallel = model, mesh, plan, loss_parallel
+        modules = dict(model.named_modules())
+        self.modules = {name: style for name, style in plan.styles.items() if name in modules and style not in WHOLE}
+        self.parameters = {name: style for name, style in plan.styles.items() if name not in modules}
+        self.colwise = [name for name, style in self.modules.items() if style in COLWISE and isinstance(style, str)]
+        self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
+        if sequence_parallel and not self.stacks:
+            raise ConfigError("sequence_parallel: the model has no list of blocks (nn.ModuleList) with maps that are cut.")
+        self.islands = list(_islands(model, plan))
+        self.entries = self._entries()
+        self.norms = self._norms()
+
+    def in_stream(self, name: str) -> bool:
+        """Does what this module puts out go into a stream that is cut by tokens?"""
+        return _inside(name, self.stacks) and not _inside(name, self.islands)
+
+    def _entries(self) -> list[str]:
+        """Modules whose input all their cut maps read: two or more, and no map that is not cut."""
+        found = []
+        for parent in dict.fromkeys(name.rpartition(".")[0] for name in self.colwise):
+            children = self.model.get_submodule(parent).named_children()
+            styles = [self.plan.styles.get(f"{parent}.{name}") for name, child in children if _is_map(child)]
+            block = not parent or parent.rpartition(".")[0] in self.stacks
+            if not block and sum(style in COLWISE for style in styles) > 1 and all(s in COLWISE + ROWWISE for s in styles):
+                found.append(parent)
+        return found
+
+    def _norms(self) -> list[str]:
+        """What else in the blocks has parameters: norms on the stream. Others have no place in a stream that is cut."""
+        parents = [name.rpartition(".")[0] for name in self.colwise]
+        found = []
+        for name, module in self.model.named_modules():
+            if name in self.modules or not self.in_stream(name) or next(module.parameters(recurse=False), None) is None:
+                continue
+            if "norm" not in type(module).__name__.lower() or any(name.startswith(f"{parent}.") for parent in parents):
+                raise ConfigError(
+                    f"sequence_parallel: {name} ({type(module).__name__}) lies in a block and has no style, so nothing says "
+                    "what it does with tokens that are cut. Give it one in the plan, or train without sequence_parallel."
+                )
+            found.append(name)
+        return found
+
+    def run(self) -> None:
+        from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+        for name, style in self.parameters.items():
+            owner, attribute = resolve(self.model, name)
+            _distribute(owner, attribute, self.mesh, _placement(getattr(owner, attribute), style))
+        for name, style in self.modules.items():
+            self._module(name, self.model.get_submodule(name), style)
+        for name in self.norms:
+            parallelize_module(self.model.get_submodule(name), self.mesh, SequenceParallel())
+        for name in self.entries:
+            self.model.get_submodule(name).register_forward_pre_hook(partial(_whole_states, self.mesh), with_kwargs=True)
+        for name in self.islands:
+            if _inside(name, self.stacks):
+                island = self.model.get_submodule(name)
+                island.register_forward_pre_hook(partial(_whole_states, self.mesh, local=True), with_kwargs=True)
+                island.register_forward_hook(partial(_stream_out, self.mesh))
+        for stack in self.stacks:
+            blocks = [b for b in self.model.get_submodule(stack).children() if next(b.parameters(), None) is not None]
+            blocks[0].register_forward_pre_hook(partial(_stream_in, self.mesh), with_kwargs=True)
+            blocks[-1].register_forward_hook(_stream_end)
+        for name, attributes in self.plan.divided.items():
+            module = self.model.get_submodule(name)
+            for attribute in attributes:
+                setattr(module, attribute, getattr(module, attribute) // self.mesh.size())
+            if hasattr(module, "first_head"):  # of zeroshard.models.gpt: heads have slopes by their number
+                module.first_head = self.mesh.get_local_rank() * module.heads
+
+    def _module(self, name: str, module: nn.Module, style: Any) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        mesh = self.mesh
+        if not isinstance(style, str):
+            parallelize_module(module, mesh, style)
+        elif style in PACKED or (style in COLWISE and is_conv1d(module)):
+            for attribute, param in list(module.named_parameters(recurse=False)):
+                dim = param.ndim - 1 if is_conv1d(module) else 0
+                _distribute(module, attribute, mesh, _rows(dim, PACKED.get(style, 1)))
+            if is_conv1d(module):
+                module.nf //= mesh.size()
+            _compute_locally(module, mesh, partial_inputs=True)
+        elif style in (EXPERTS, LOCAL_NORM):
+            if style == LOCAL_NORM:
+                for attribute, _ in list(module.named_parameters(recurse=False)):
+                    _distribute(module, attribute, mesh, _replicate())
+            _compute_locally(module, mesh, partial_inputs=style == EXPERTS, partial_outputs=style == EXPERTS)
+        else:
+            stream = self.in_stream(name)
+            if stream and style in COLWISE and name.rpartition(".")[0] not in self.entries:
+                module.register_forward_pre_hook(partial(_whole_states, mesh), with_kwargs=True)
+            if is_conv1d(module):
+                _rowwise_conv1d(module, mesh, style, stream)
+            else:
+                parallelize_module(module, mesh, self._torch_style(name, style, stream))
+
+    def _torch_style(self, name: str, style: str, stream: bool) -> Any:
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+        if style == "sequence_parallel":
+            return SequenceParallel()
+        if style in GATHERED:
+            cut = self.loss_parallel and name == self.plan.head
+            return ColwiseParallel(output_layouts=Shard(-1) if cut else Replicate(), use_local_output=not cut)
+        if style in COLWISE:
+            return ColwiseParallel()
+        whole = style in (VOCABULARY, "rowwise_split_input", "rowwise_rep")
+        out = Shard(1) if stream else Replicate()
+        return RowwiseParallel(input_layouts=Replicate() if whole else Shard(-1), output_layouts=out, use_local_output=not stream)
+
+
+# ------------------------------------------------------------------------------------------------ parameters
+
+
+def _replicate() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def _rows(dim: int, maps: int) -> Any:
+    """This rank's part of `dim`, or of each of several maps that lie one after the other along it."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return Shard(dim) if maps == 1 else _StridedShard(dim, split_factor=maps)
+
+
+def _placement(param: Tensor, style: str) -> Any:
+    """Of a parameter that the plan names itself: (..., out, in)."""
+    return _rows(param.ndim - 1 if style in ROWWISE else param.ndim - 2, PACKED.get(style, 1))
+
+
+def _distribute(module: nn.Module, attribute: str, mesh: DeviceMesh, placement: Any) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    param = getattr(module, attribute)
+    whole = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=None if param.is_meta else 0)
+    module.register_parameter(attribute, nn.Parameter(whole, requires_grad=param.requires_grad))
+
+
+def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: bool) -> None:
+    """GPT-2's linear map, weight (in, out): what RowwiseParallel does for nn.Linear, for the transposed weight."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_module
+
+    def cut(_: str, owner: nn.Module, mesh: DeviceMesh) -> None:
+        _distribute(owner, "weight", mesh, Shard(0))
+        _distribute(owner, "bias", mesh, Replicate())
+
+    def enter(_: nn.Module, inputs: tuple, mesh: DeviceMesh) -> Any:
+        x = _as(inputs[0], mesh, Replicate() if style in ("rowwise_split_input", "rowwise_rep") else Shard(-1))
+        return x.redistribute(placements=[Shard(x.ndim - 1)])
+
+    def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+        output = output.redistribute(placements=[Shard(1) if stream else Replicate()])
+        return output if stream else output.to_local()
+
+    distribute_module(module, mesh, cut, enter, leave)
+
+
+def _ties(model: nn.Module, plan: Plan) -> list[list[tuple[nn.Module, str]]]:
+    """Where each parameter stands that stands in several places, if the plan cuts one of them."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for name, module in model.named_modules():
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((name, module, attribute))
+    shared = []
+    for found in places.values():
+        styled = [(name, plan.styles[name]) for name, _, _ in found if plan.styles.get(name) not in (None, *WHOLE)]
+        if len(found) < 2 or not styled:
+            continue
+        for name, module, attribute in found:
+            if isinstance(module, (nn.Embedding, nn.Linear)) and name not in dict(styled):
+                other, style = styled[0]
+                raise ConfigError(
+                    f"{name}.{attribute} is tied to that of {other}, which the plan cuts ({style}): cut both, or neither "
+                    "(vocabulary=False)."
+                )
+        shared.append([(module, attribute) for _, module, attribute in found])
+    return shared
+
+
+def _tie(places: list[tuple[nn.Module, str]]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    cut = [module._parameters[attribute] for module, attribute in places if isinstance(module._parameters[attribute], DTensor)]
+    assert len({param.placements for param in cut}) == 1, "tied parameters were cut differently"
+    for module, attribute in places:
+        module.register_parameter(attribute, cut[0])
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """What is whole on every rank starts from the values of the axis's first rank, as what was cut has."""
+    from torch.distributed.tensor import DTensor
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        cut = isinstance(tensor, DTensor) and not tensor.placements[0].is_replicate()
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not cut and not local.is_meta:
+            dist.broadcast(local.detach(), group=mesh.get_group(), group_src=0)
+
+
+# ---------------------------------------------------------------------------------------------- hooks: inputs
+
+
+def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+    """A DTensor of it: a plain tensor is one with `placement`; a DTensor is brought there if that is Replicate."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, DTensor):
+        return DTensor.from_local(x, mesh, [placement], run_check=False)
+    return x.redistribute(placements=[placement]) if placement.is_replicate() else x
+
+
+def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple[tuple, dict]:
+    """The arguments with `change` done to what maps read: the first one, and those of the names in STATES."""
+    reads = [isinstance(value, Tensor) and value.is_floating_point() for value in (*args[:1], *kwargs.values())]
+    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads))
+    named = {k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :])}
+    return (*first, *args[1:]), named
+
+
+def _whole_states(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict, local: bool = False) -> tuple[tuple, dict]:
+    """Before a module: its input whole, as one DTensor that all its maps read (or plain, for an island)."""
+
+    def whole(x: Tensor) -> Any:
+        x = _as(x, mesh, _replicate())
+        return x.to_local() if local else x
+
+    return _states(args, kwargs, whole)
+
+
+def _stream_in(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before the first block: of a whole plain input, this rank's tokens."""
+    from torch.distributed.tensor import Shard
+
+    def cut(x: Tensor) -> Any:
+        return _as(x, mesh, _replicate()).redistribute(placements=[Shard(1)])
+
+    if args:
+        return (cut(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": cut(kwargs["hidden_states"])}
+
+
+def _stream_out(mesh: DeviceMesh, module: nn.Module, args: tuple, output: Any) -> Any:
+    """After an island: this rank's tokens of what is whole."""
+    from torch.distributed.tensor import Shard
+
+    first = output[0] if isinstance(output, tuple) else output
+    cut = _as(first, mesh, _replicate()).redistribute(placements=[Shard(1)])
+    return (cut, *output[1:]) if isinstance(output, tuple) else cut
+
+
+def _stream_end(module: nn.Module, args: tuple, output: Any) -> Any:
+    """After the last block: whole and plain."""
+    if isinstance(output, tuple):
+        return (output[0].redistribute(placements=[_replicate()]).to_local(), *output[1:])
+    return output.redistribute(placements=[_replicate()]).to_local()
+
+
+def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool = False, partial_outputs: bool = False) -> None:
+    """Let a module's own code see plain tensors: this rank's part of its parameters, and whole inputs.
+
+    partial_inputs: each rank's gradient of the inputs is a part of the sum. partial_outputs: so is what it puts out.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        for name in module._parameters:
+            param = getattr(module, name)
+            if isinstance(param, DTensor):  # in the instance's own dictionary it hides the parameter
+                grads = [Partial()] if param.placements[0].is_replicate() else param.placements
+                module.__dict__[name] = param.to_local(grad_placements=grads)
+        if not partial_inputs:
+            return args, kwargs
+
+        def local(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                return x
+            return _as(x, mesh, _replicate()).to_local(grad_placements=[Partial()])
+
+        return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> Any:
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
+        if not partial_outputs or output is None:
+            return output
+        return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[_replicate()]).to_local()
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)
+
+
+# ------------------------------------------------------------------------------------------ places in a model
+
+
+def _is_map(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def _inside(name: str, places: list[str]) -> bool:
+    return any(name == place or name.startswith(f"{place}.") for place in places)
+
+
+def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
+    """The outermost lists of blocks with maps that are cut."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        holds = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(c.startswith(f"{name}.") for c in colwise)
+        if holds and not _inside(name, found):
+            found.append(name)
+            yield name
+
+
+def _islands(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """Mixtures of experts: what holds the experts, and the router beside them."""
+    for name, module in model.named_modules():
+        experts = getattr(module, "experts", None)
+        if plan.styles.get(f"{name}.experts") == EXPERTS or (name and isinstance(experts, nn.ModuleList)):
+            yield name
+
+
+# ----------------------------------------------------------------------------------------------------- checks
+
+
+def _check_plain(model: nn.Module, mesh: DeviceMesh) -> None:
+    if mesh.ndim != 1:
+        raise ConfigError(f'mesh: expected one axis, as mesh["tp"] is, got {mesh.ndim}: {mesh.mesh_dim_names}.')
+    for name, module in model.named_modules():
+        where = name or "the model"
+        if "_zeroshard" in module.__dict__:
+            raise ZeroshardError(f"{where} is sharded by zs.shard already: cut a model over tp first, then zs.shard it.")
+        for wrapper in ("FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel"):
+            if any(base.__name__ == wrapper for base in type(module).__mro__):
+                raise ZeroshardError(f"{where} is in {wrapper} already: cut a model over tp first, then give it to zs.shard.")
+    for name, param in model.named_parameters():
+        if hasattr(param, "placements"):
+            raise ZeroshardError(f"{name} is a DTensor ({param.placements}) already: a model is cut over tp once.")
+        if hasattr(param, "_home"):
+            raise ZeroshardError(f"{name} belongs to a model that is sharded by zs.shard: cut a model over tp first.")
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) -> None:
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    for name, style in plan.styles.items():
+        if name not in names:
+            raise absent(model, name, names)
+        owner, attribute = resolve(model, name)
+        if isinstance(style, str) and attribute is None and style in (*COLWISE, *GATHERED, *ROWWISE, VOCABULARY):
+            linear = _is_map(owner)
+            if not (linear or (isinstance(owner, nn.Embedding) and style not in (*PACKED, *ROWWISE))):
+                raise ConfigError(f"plan: {name} is a {type(owner).__name__}: {style} cuts linear maps (and embeddings).")
+            if linear and (style == VOCABULARY or (is_conv1d(owner) and style in GATHERED)):
+                kind = type(owner).__name__
+                raise ConfigError(f"plan: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
+    if loss_parallel and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: config.output_router_logits=False does.")
+    if loss_parallel and plan.head is None:
+        raise ConfigError(f"loss_parallel: the plan cuts no head of {type(model).__name__}: its logits are whole on every rank.")
+    wrong = divides(model, mesh.size(), plan)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
