@@ -32,7 +32,7 @@ LAYERS = (
     ("api", "averaged_model"),
     ("__init__",),
     ("models", "launch"),
-    ("integrations",),
+    ("integrations", "parallel"),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
     ("integrations.deepspeed.site", "cli", "bench", "__main__"),
 )
