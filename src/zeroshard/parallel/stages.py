@@ -143,7 +143,7 @@ class StandIn(nn.Module):
         self._passage, self.ndim, self.width = passage, ndim, width
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = next(iter(find_tensors((args, kwargs))))
+        given = find_tensors((args, kwargs))[0]
         hidden = self._passage.received if self._passage.received is not None else given
         zero = torch.zeros((), device=given.device, dtype=hidden.dtype)
         return zero.expand(*given.shape[: self.ndim - 1], self.width)
@@ -229,7 +229,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(True for _ in find_tensors(result)):  # else it was asked for its shape or dtype
+        if find_tensors(result):  # else it was asked for its shape or dtype
             for tensor in find_tensors((args, kwargs)):
                 self.seen(id(tensor))
         return result
