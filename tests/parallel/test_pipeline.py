@@ -13,6 +13,7 @@ import zeroshard as zs
 from zeroshard.launch import run_processes
 from zeroshard.parallel.pipeline import Pipeline, stages_of
 from zeroshard.parallel.stages import cut_stages
+from zeroshard.zero.runtime import runtime_of
 
 WORLD = 4
 CELLS = [  # (ZeRO stage, schedule, stages a rank, tied)
@@ -43,6 +44,8 @@ def _train(mesh, stage, schedule, per_rank, tied):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    before = [pipeline.step(tokens, target=targets).item(), *(group.grads.reduced for m in modules for group in runtime_of(m).groups)]
+    assert pipeline.evaluate(tokens, target=targets).item() == before[0] and all(before[1:])
     values = {name: value for module in modules for name, value in zs.full_state_dict(module).items()}
     for module in modules:
         zs.close(module)

@@ -75,21 +75,29 @@ class _Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         runtime = runtime_of(self.submod)
-        if any(unit.sharded for unit in runtime.units):  # weights and saved views come and go: one backward for both
-            if backward_type == "weight":
-                return (), None
-            groups: list = []
-            backward_type, result = "full", groups if backward_type == "input" else None
-        else:
-            result = None
+        whole = any(unit.sharded for unit in runtime.units)  # stage 3: weights come and go, so a backward is not split
+        if backward_type == "weight" and whole:
+            return (), None
         if backward_type == "weight":
             weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
             stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])  # type: ignore[arg-type]
             runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
         with _held(runtime, reduce=last_backward):
-            grads, param_groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        return grads, result if result is not None else param_groups
+            if backward_type == "input" and whole:
+                if bwd_kwargs["output_grads"] is None:  # the last stage's loss, which torch has put into a tuple
+                    bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
+                grads, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+                return grads, []
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the stage before it, on this rank, is given; in an evaluation there is nothing, but torch asks for it in a V."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """All backwards of the step are over here. Losses were divided by the micro-batches, so gradients need not be."""
