@@ -30,8 +30,9 @@ LAYERS = (
     ("optim", "activation_checkpointing"),
     ("tiling", "checkpoint", "planner", "data"),
     ("api", "averaged_model"),
+    ("parallel",),
     ("__init__",),
-    ("models", "launch", "parallel"),
+    ("models", "launch"),
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
     ("integrations.deepspeed.site", "cli", "bench", "__main__"),

@@ -163,6 +163,8 @@ def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype
 
 def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[UnitPlan]:
     """Units in the order of the model; every spec in exactly one of them."""
+    apart = [UnitPlan(s.name, _unique(owner for owner, _ in s.owners), [s]) for s in specs if is_apart(s.original)]
+    specs = [spec for spec in specs if not is_apart(spec.original)]
     blocks = find_blocks(model, config.units)
     blocks += [(name, module) for name, module in model.named_modules() if isinstance(module, Tile)]
     plans = {id(module): UnitPlan(name, [module]) for name, module in blocks}
@@ -180,7 +182,7 @@ def partition(model: nn.Module, config: Config, specs: list[ParamSpec]) -> list[
         units = [part for unit in units for part in _split(unit, config.max_unit_numel)]
     tiles = [unit for unit in units if _is_tile(unit)]
     units = _merge([unit for unit in units if not _is_tile(unit)], config.min_unit_numel) + tiles
-    units = _rest_units(model, config, units, rest) + units
+    units = _rest_units(model, config, units, rest) + units + apart
     return sorted(units, key=lambda unit: min(spec.number for spec in unit.specs))
 
 
@@ -294,6 +296,11 @@ def _has_forward(module: nn.Module) -> bool:
 def _is_called(module: nn.Module) -> bool:
     """False for the leaf inside nn.MultiheadAttention: its parameters are read by the parent."""
     return type(module).__name__ != "NonDynamicallyQuantizableLinear"
+
+
+def is_apart(param: nn.Parameter) -> bool:
+    """True for a parameter that is to be a unit of its own: another model lays it out in the same way (parallel/tied.py)."""
+    return getattr(param, "unit_of_its_own", False)
 
 
 def _is_tile(unit: UnitPlan) -> bool:

@@ -12,7 +12,7 @@ depends on the stage is in the units' placements, never here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -73,6 +73,7 @@ class Runtime:
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.coverage = GraphCoverage(len(units), self.tell)
         self.sync = True  # False inside zs.accumulate
+        self.waits = True  # False: a backward ends without its reductions, which `flush` waits for
         self.closed = False
         self.progress = Progress(config)
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
@@ -398,7 +399,7 @@ class Runtime:
             )
         take_part(self, None)
         self.account.ending()
-        if self.sync:
+        if self.sync and self.waits:
             self.reduce_all()
         for unit in self.units:
             self._leave_backward(unit)
@@ -421,6 +422,26 @@ class Runtime:
         for group in self.groups:
             if group.grads is not None and group.grads.reduced:
                 group.grads.scale(factor)
+
+    @torch.no_grad()
+    def hold(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Local gradients of whole parameters, (parameter, gradient), that no backward of autograd brings: held as in zs.accumulate."""
+        self.before_gradients()
+        self.account.held = True
+        given = {id(param): grad for param, grad in gradients}
+        for group in self.groups:
+            for index, param in enumerate(group.compute):
+                if id(param) in given:
+                    self.reductions.take(group.unit, group, index, given[id(param)], False)
+                    self.account.came()
+        self.account.ending()
+        self.account.ended()
+
+    def begin_reductions(self) -> None:
+        """Start to reduce what is held; `flush` waits for it, on all ranks."""
+        for unit in reversed(self.units):
+            if any(group.grads.holds for group in unit.trainable):
+                self.reductions.start(unit)
 
     @torch.no_grad()
     def reduce_all(self, agreed: Agreed | None = None) -> None:

@@ -1,0 +1,306 @@
+"""Pipeline: one step of a model whose stages are on different ranks, by the schedules of torch.distributed.pipelining.
+
+    rank 0   F0 F1 F2 F3          B0 B1 B2 B3 r r        1F1B and others: whose order, and what is sent when, is torch's
+    rank 1      F0 B0 F1 B1 F2 B2 F3 B3 r r              r: the reduction over the data-parallel ranks of this stage
+
+Each stage was given to zs.shard. Backwards of all micro-batches but the last add up on this rank, as inside zs.accumulate; the last
+one starts a reduction whenever a unit is complete, and does not wait for any: what the stage before needs is sent first. So gradients
+are reduced once a step, and that goes on while the pipeline runs empty.
+
+Schedules that split a backward (zero bubble) ask autograd for gradients, and accumulate those of weights themselves. Such gradients
+are handed to the runtime (`Runtime.hold`) in place of those that its hooks would have met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+
+from ..errors import ConfigError, did_you_mean
+from ..utils.tensor_tree import find_tensors
+from ..zero.runtime import Runtime, runtime_of
+from .tied import TiedParameters
+
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+def schedule_class(schedule: str) -> tuple[str, type]:
+    """A schedule's name as it is written, and its class in torch. Raises ConfigError for one that is none."""
+    name = next((name for name in SCHEDULES if name.lower() == str(schedule).lower()), None)
+    if name is None:
+        raise ConfigError(f"schedule: expected one of {SCHEDULES}, got {schedule!r}.{did_you_mean(str(schedule), SCHEDULES)}")
+    return name, get_schedule_class(name)
+
+
+def stages_of(rank: int, ranks: int, per_rank: int, schedule: str = "1F1B") -> list[int]:
+    """The numbers of the stages of one rank of a pipeline: (rank, rank + ranks, ...), or a V (rank, 2 * ranks - 1 - rank).
+
+    Raises ConfigError where the schedule needs another number of stages on each rank.
+    """
+    name, cls = schedule_class(schedule)
+    if issubclass(cls, PipelineScheduleSingle) and per_rank != 1:
+        raise ConfigError(f"{per_rank} stages a rank with schedule {name}, which has one; Interleaved1F1B has several.")
+    if name in _V_SHAPED and per_rank != 2:
+        raise ConfigError(f"{per_rank} stages a rank with schedule {name}, which has two: the first half of them, then back.")
+    if name in _V_SHAPED:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * turn for turn in range(per_rank)]
+
+
+class _Weight:
+    """A parameter to which torch adds a gradient that is no business of `.grad`: see stage_backward_weight."""
+
+    requires_grad, grad_fn = True, None
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param, self.grad = param, None
+
+    def view_as(self, _: Any) -> Tensor:
+        return self.param.view_as(self.param)  # through which its node in the graph is found
+
+
+class _Stage(PipelineStage):
+    """torch's stage, with the backwards of a sharded module."""
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
+        runtime = runtime_of(self.submod)
+        whole = any(unit.sharded for unit in runtime.units)  # stage 3: weights come and go, so a backward is not split
+        if backward_type == "weight" and whole:
+            return (), None
+        if backward_type == "weight":
+            weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
+            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])  # type: ignore[arg-type]
+            runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
+            return (), None
+        with _held(runtime, reduce=last_backward):
+            if backward_type == "input" and whole:
+                if bwd_kwargs["output_grads"] is None:  # the last stage's loss, which torch has put into a tuple
+                    bwd_kwargs = bwd_kwargs | {"stage_output": bwd_kwargs["stage_output"][0]}
+                grads, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+                return grads, []
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the stage before it, on this rank, is given; in an evaluation there is nothing, but torch asks for it in a V."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """All backwards of the step are over here. Losses were divided by the micro-batches, so gradients need not be."""
+        runtime_of(self.submod).begin_reductions()
+
+
+@contextlib.contextmanager
+def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
+    """Around a backward: gradients add up here; reduce: what is complete is on its way when it is over."""
+    previous = runtime.sync, runtime.waits
+    runtime.sync, runtime.waits, runtime.account.held = reduce, False, True
+    try:
+        yield
+    finally:
+        runtime.sync, runtime.waits = previous
+
+
+class Pipeline:
+    """The stages of this rank, bound to a schedule. `step` is a forward and backward of the whole model.
+
+        own = zs.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), 1)
+        (stage,) = zs.cut_stages(model, 2, own)
+        stage, optimizer = zs.shard(stage, AdamW(stage.parameters()), comm=mesh["dp"], stage=1)
+        pipeline = zs.Pipeline(stage, mesh["pp"], micro_batches=8, loss=cross_entropy)
+        for tokens, targets in loader:
+            loss = pipeline.step(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+
+    def __init__(
+        self, stages: nn.Module | Sequence[nn.Module], pp: DeviceMesh | dist.ProcessGroup, *, micro_batches: int, loss: Loss,
+        schedule: str = "1F1B",
+    ) -> None:  # fmt: skip
+        """Every rank of the pipeline calls this, and every rank of its data parallelism (collective).
+
+        Args:
+            stages: of this rank, in the order of `stages_of`, each sharded by zs.shard over its data-parallel ranks; made by `cut_stages`,
+                or your own modules: of one tensor (the first: of the inputs) to one tensor. ZeRO stage 3 gathers once for each
+                micro-batch and direction, (2 * micro_batches) times a step, unless `max_live_parameters` keeps units between them; its
+                backwards are not split.
+            pp: the mesh's axis mesh["pp"], or a process group: the ranks of one pipeline.
+            micro_batches: into how many a batch is cut along dimension 0, the same on all ranks.
+            loss: (output of the last stage, target) -> mean loss of the micro-batch. The step's is the mean over them.
+            schedule: GPipe, 1F1B, LoopedBFS, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV: torch's.
+
+        Raises ConfigError, on all ranks, for stages that do not fit the schedule, unequal micro-batches, and options that would need
+        what stages do not tell each other.
+        """
+        self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
+        self.group = pp.get_group() if isinstance(pp, DeviceMesh) else pp
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.micro_batches, self.loss = micro_batches, loss
+        self.runtimes = [runtime_of(stage) for stage in self.stages]
+        self.device = self.runtimes[0].comm.device
+        self._agree(schedule)
+        self.schedule, self._class = schedule_class(schedule)
+        self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
+        self.count = self.ranks * len(self.stages)
+        self._built: dict[Any, Any] = {}
+        self.tied = TiedParameters(self.stages, self.own, self.group)
+
+    def _agree(self, schedule: str) -> None:
+        """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""
+        wrong = self._wrong(schedule)
+        mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, mine, group=self.group)
+        wrong = next((row[0] for row in told if row[0]), None)
+        if wrong is None and any(row != told[0] for row in told):
+            wrong = f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
+        payload = f"{wrong or ''}|{self.micro_batches}".encode()
+        for runtime in self.runtimes:
+            everyone = [part.decode().rpartition("|") for part in runtime.comm.exchange(payload, "zs.Pipeline")]
+            wrong = wrong or next((text for text, _, _ in everyone if text), None)
+            counts = [int(number) for _, _, number in everyone]
+            if len(set(counts)) > 1 and wrong is None:
+                wrong = (
+                    f"micro_batches: data-parallel ranks {runtime.comm.ranks} have {counts}: give all the same number, since each reduces "
+                    "its gradients once a step."
+                )
+        told = [None] * self.ranks
+        dist.all_gather_object(told, wrong, group=self.group)
+        wrong = next((text for text in told if text), None)
+        if wrong is not None:
+            raise ConfigError(wrong)
+
+    def _wrong(self, schedule: str) -> str | None:
+        try:
+            own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
+        except ConfigError as error:
+            return str(error)
+        if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
+            return f"micro_batches: expected a whole number of at least 1, got {self.micro_batches!r}."
+        places = [getattr(stage, "pipeline_stage", None) for stage in self.stages]
+        count = self.ranks * len(self.stages)
+        if any(place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)):
+            given = [(place.index, place.count) for place in places if place is not None]
+            return f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
+        if self.ranks == 1:
+            return None
+        for runtime in self.runtimes:
+            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.precision == "fp16":
+                return "precision='fp16' with a pipeline: its stages would have to skip the same steps. Use 'bf16', or one stage."
+            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.max_grad_norm:
+                return "max_grad_norm with a pipeline needs the norm over all stages: zs.shard(stage, optimizer, mesh=mesh) knows them."
+        return None
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def step(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
+        """Forward and backward of a batch; the mean loss, on every rank of the pipeline (collective).
+
+        All ranks of a pipeline give the same arguments: inputs (batch, ...), target (batch, ...), keyword arguments for every stage's
+        forward. losses: a list that takes the loss of each micro-batch. Gradients are then those of the mean loss, over micro-batches
+        and data-parallel ranks, as after one backward: the optimizers' `step` comes next.
+        """
+        return self._run(True, inputs, target, losses, kwargs)
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: Any, target: Any = None, losses: list | None = None, **kwargs: Any) -> Tensor:
+        """As `step`, without gradients: the mean loss on every rank of the pipeline (collective)."""
+        return self._run(False, inputs, target, losses, kwargs)
+
+    def _run(self, training: bool, inputs: tuple, target: Any, losses: list | None, kwargs: dict) -> Tensor:
+        self._check_batch(inputs, target, kwargs)
+        key = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
+        if key not in self._built:
+            self._built[key] = self._build(training, inputs, kwargs)
+        schedule = self._built[key]
+        found: list[Tensor] = []
+        run = schedule.step if training else schedule.eval
+        run(*(inputs if 0 in self.own else ()), target=target if self._has_last else None, losses=found, return_outputs=False, **kwargs)
+        if training:
+            for runtime in self.runtimes:
+                runtime.flush()
+            self.tied.add()
+        told = torch.zeros(self.micro_batches, dtype=torch.float32, device=self.device)
+        if self._has_last:
+            told.copy_(torch.stack([loss.detach().float() for loss in found]))
+        dist.broadcast(told, dist.get_global_rank(self.group, self._rank_of(self.count - 1)), group=self.group)
+        if losses is not None:
+            losses[:] = (told * self.micro_batches).unbind()
+        return sum(told.unbind(), torch.zeros((), device=self.device))
+
+    @property
+    def _has_last(self) -> bool:
+        return self.count - 1 in self.own
+
+    def _rank_of(self, stage: int) -> int:
+        """The rank within the pipeline that has a stage."""
+        per_rank = len(self.stages)
+        return next(r for r in range(self.ranks) if stage in stages_of(r, self.ranks, per_rank, self.schedule))
+
+    def _check_batch(self, inputs: tuple, target: Any, kwargs: dict) -> None:
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in find_tensors((inputs, target, kwargs))}
+        if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
+            nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
+            raise ConfigError(
+                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one number of "
+                f"rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
+            )
+
+    # -- what torch is given ---------------------------------------------------------------------------------
+
+    def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
+        """A schedule for batches of this shape: torch's buffers are made for one."""
+        rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
+        shapes = self._shapes(tuple(x[:rows] for x in inputs), {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+        stages = []
+        for module, index in zip(self.stages, self.own, strict=True):
+            given, made = (
+                tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=training and dtype.is_floating_point and at > 0)
+                      for shape, dtype in shapes[at]) for at in (index, index + 1)
+            )  # fmt: skip
+            stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
+        one = issubclass(self._class, PipelineScheduleSingle)
+        loss = lambda output, target: self.loss(output, target) / self.micro_batches  # noqa: E731
+        return self._class(stages[0] if one else stages, self.micro_batches, loss_fn=loss, scale_grads=False)
+
+    @torch.no_grad()
+    def _shapes(self, inputs: tuple, kwargs: dict) -> list[list[tuple[torch.Size, torch.dtype]]]:
+        """What each stage is given, and what the last returns: one forward after the other, in evaluation, on zeros."""
+        shapes = [[(x.shape, x.dtype) for x in inputs]]
+        for number in range(self.count):
+            told: list[Any] = [None]
+            if number in self.own:
+                module = self.stages[self.own.index(number)]
+                given = inputs if number == 0 else tuple(torch.zeros(s, dtype=d, device=self.device) for s, d in shapes[-1])
+                told = [_evaluated(module, given, kwargs)]
+            source = dist.get_global_rank(self.group, self._rank_of(number))
+            dist.broadcast_object_list(told, source, group=self.group)
+            shapes.append(told[0])
+        return shapes
+
+
+def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shapes and dtypes of what a module returns; its modules' statistics and random numbers stay as they are."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        output = module(*inputs, **kwargs)
+    finally:
+        for part in training:
+            part.training = True
+    return [(x.shape, x.dtype) for x in (output if isinstance(output, tuple) else (output,))]

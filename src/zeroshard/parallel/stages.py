@@ -1,0 +1,471 @@
+"""Pipeline stages: cuts a model of the Transformer family between its blocks. Each stage keeps the whole model's names.
+
+    whole     embedding | blocks.0 blocks.1 blocks.2 blocks.3 | norm head
+    stage 0   embedding | blocks.0 blocks.1                   |               tokens -> hidden states
+    stage 1             |                   blocks.2 blocks.3 | norm head     hidden states -> logits
+
+A stage is the model itself, of a subclass of its class, with fewer parameters; what runs is the model's own forward. Its loop over
+blocks meets those of this stage alone: the first takes the hidden states that were received in place of what it is given, what the
+last one returns is sent on. Masks, positions and rotary tables are made anew by each stage, from shapes. What has parameters outside
+of the blocks and is of another stage is replaced by a `StandIn` that returns zeros, which nobody reads.
+
+What is used before the blocks and what after them is not guessed from names: the forward is run once on three tokens (of a
+model on the meta device with fake tensors), and the functions that meet a parameter are looked at. So any model serves that is (something) -> one list of blocks -> (something), with one
+tensor of hidden states between blocks. Whoever has another kind of model writes the modules of its stages, and gives those to Pipeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from ..errors import ConfigError
+from ..utils.tensor_tree import find_tensors
+
+_FIRST, _LAST = "before the blocks", "after the blocks"
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter of the whole model that two stages hold: name in each of them, by number of the stage."""
+
+    names: dict[int, str]
+
+
+@dataclass
+class Passage:
+    """What comes into a stage's forward, and what goes out of it, while it runs."""
+
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage stands: its number, how many there are, the numbers of its blocks, parameters that it shares with others."""
+
+    index: int
+    count: int
+    blocks: range
+    ties: tuple[Tie, ...]
+    passage: Passage = field(default_factory=Passage, compare=False)
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of the model's forward, unless they are given
+    example: Callable[[Tensor], Tensor] | None = None  # of hidden states -> an input of the model with their shape
+
+
+class Stage:
+    """What a stage has before its model's own class; `pipeline_stage` is its Place."""
+
+    pipeline_stage: Place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        place = self.pipeline_stage
+        passage = place.passage
+        if place.index > 0:
+            (passage.received,) = args
+            args = (place.example(passage.received),)
+        try:
+            output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
+            sent = passage.sent
+        finally:
+            passage.received = passage.sent = None
+        if place.index < place.count - 1:
+            return sent
+        return output if isinstance(output, Tensor) else output[0]
+
+
+class StageBlocks(nn.ModuleList):
+    """The blocks of one stage under their names in the whole model. A loop over it meets its ends as `_End`s."""
+
+    def __init__(self, blocks: dict[str, nn.Module], passage: Passage, receives: bool, sends: bool) -> None:
+        super().__init__()
+        for name, block in blocks.items():
+            self.add_module(name, block)
+        self._ends = passage, receives, sends
+
+    def _met(self) -> list[Any]:
+        blocks: list[Any] = list(self._modules.values())
+        passage, receives, sends = self._ends
+        if receives:
+            blocks[0] = _End(blocks[0], passage, receives=True)
+        if sends:
+            blocks[-1] = _End(blocks[-1], passage, sends=True)
+        return blocks
+
+    def __iter__(self) -> Any:
+        return iter(self._met())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._met()[index]
+
+
+class _End:
+    """The first or the last block of a stage, as its model calls it."""
+
+    def __init__(self, block: Any, passage: Passage, receives: bool = False, sends: bool = False) -> None:
+        self._block, self._passage, self._receives, self._sends = block, passage, receives, sends
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._receives and args:
+            args = (self._passage.received, *args[1:])
+        elif self._receives:
+            kwargs[_hidden_argument(kwargs)] = self._passage.received
+        output = self._block(*args, **kwargs)
+        if not self._sends:
+            return output
+        self._passage.sent = output[0] if isinstance(output, tuple) else output
+        hidden = self._passage.sent.detach()  # what the model does with it leads nowhere
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._block, name)
+
+
+def _hidden_argument(kwargs: dict[str, Any]) -> str:
+    return "hidden_states" if "hidden_states" in kwargs else next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+
+
+class StandIn(nn.Module):
+    """In place of a module of another stage: zeros of the shape of its output, (*leading, width), without memory."""
+
+    def __init__(self, passage: Passage, ndim: int, width: int) -> None:
+        super().__init__()
+        self._passage, self.ndim, self.width = passage, ndim, width
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        given = find_tensors((args, kwargs))[0]
+        hidden = self._passage.received if self._passage.received is not None else given
+        zero = torch.zeros((), device=given.device, dtype=hidden.dtype)
+        return zero.expand(*given.shape[: self.ndim - 1], self.width)
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------
+
+
+def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
+    """Stretches of blocks, one for each stage, such that the costliest stage is as cheap as can be; earlier stages get more."""
+    count, sums = len(costs), [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    best = [sums[:]]  # best[s][i]: the costliest of s + 1 stages over the first i blocks
+    begins = [[0] * (count + 1)]
+    for stage in range(1, stages):
+        row, starts = [math.inf] * (count + 1), [0] * (count + 1)
+        for stop in range(stage + 1, count + 1):
+            for start in range(stage, stop):
+                worst = max(best[-1][start], sums[stop] - sums[start])
+                if worst <= row[stop]:
+                    row[stop], starts[stop] = worst, start
+        best.append(row)
+        begins.append(starts)
+    result, stop = [], count
+    for starts in reversed(begins):
+        result.append(range(starts[stop], stop))
+        stop = starts[stop]
+    return result[::-1]
+
+
+def _cuts_as_asked(cuts: Sequence[int | str], names: list[str], stages: int) -> list[range]:
+    numbers = [names.index(cut) if cut in names else cut for cut in cuts]
+    unknown = [cut for cut in numbers if not isinstance(cut, int) or not 0 < cut < len(names)]
+    if unknown or len(numbers) != stages - 1 or sorted(set(numbers)) != numbers:
+        raise ConfigError(
+            f"cuts: expected the {stages - 1} blocks with which stages 1 to {stages - 1} begin, in order, as numbers from 1 to "
+            f"{len(names) - 1} or as names like {names[-1]!r}; got {list(cuts)!r}."
+        )
+    return [range(start, stop) for start, stop in zip([0, *numbers], [*numbers, len(names)], strict=True)]
+
+
+def _numel(parameters: Any) -> int:
+    return sum(param.numel() for param in parameters)
+
+
+def find_block_list(model: nn.Module, name: str | None = None) -> tuple[str, nn.ModuleList]:
+    """The nn.ModuleList of the model's blocks: the one named, or that with most parameters among those of composite modules alike."""
+    found = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    if name is not None:
+        if name not in found:
+            raise ConfigError(f"blocks: {type(model).__name__} has no nn.ModuleList named {name!r}; it has {sorted(found)}.")
+        return name, found[name]
+    alike = {n: m for n, m in found.items() if len({type(b) for b in m}) == 1 and next(m[0].children(), None) is not None}
+    outermost = {n: m for n, m in alike.items() if not any(n != other and n.startswith(f"{other}.") for other in alike)}
+    if not outermost:
+        raise ConfigError(
+            f"{type(model).__name__} has no nn.ModuleList of blocks to cut between. Write the module of each stage yourself, "
+            "and give those of this rank to zs.Pipeline."
+        )
+    return max(outermost.items(), key=lambda item: _numel(item[1].parameters()))
+
+
+# -- what is used where ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Uses:
+    """What one forward has shown. Sets of names of parameters outside of the blocks, by phase."""
+
+    phases: dict[str, set[str]]  # name of a parameter -> where it is used
+    outputs: dict[str, tuple[int, int]]  # name of a module -> (ndim, last dimension) of its output
+    order: list[int]  # numbers of blocks as they were called
+    direct: set[str]  # parameters that are used while their module is not called
+    leading: int  # so many dimensions of input and hidden states are the same
+    tail: tuple[int, ...]  # the others, of the input
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, seen: Callable[[int], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if find_tensors(result):  # else it was asked for its shape or dtype
+            for tensor in find_tensors((args, kwargs)):
+                self.seen(id(tensor))
+        return result
+
+
+@torch.no_grad()
+def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, kwargs: dict[str, Any]) -> _Uses:
+    inside = {id(param) for block in blocks for param in block.parameters()}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    shadow = {id(t): t for _, t in tensors}
+    fake: Any = contextlib.nullcontext()
+    if any(t.is_meta for _, t in tensors):  # of what is really there, three tokens are computed
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake:
+            shadow = {id(t): torch.empty(t.shape, dtype=t.dtype) for _, t in tensors}
+            example = torch.zeros(example.shape, dtype=example.dtype)
+    example = example.to(next(iter(shadow.values())).device)
+    outer: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in inside:
+            outer.setdefault(id(shadow[id(param)]), []).append(name)
+    uses = _Uses({name: set() for names in outer.values() for name in names}, {}, [], set(), 0, ())
+    running: list[str] = []
+    phase = [_FIRST]
+
+    def seen(key: int) -> None:
+        for name in outer.get(key, ()):
+            if name.rpartition(".")[0] in running and running:
+                uses.phases[name].add(phase[0])
+            elif not any(other.rpartition(".")[0] in running for other in outer[key]):
+                uses.direct.add(name)
+
+    def block_begins(number: int) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            hidden = args[0] if args else kwargs[_hidden_argument(kwargs)]
+            uses.order.append(number)
+            uses.leading = _agreeing(example, hidden)
+            uses.tail = tuple(example.shape[uses.leading :])
+            phase[0] = f"in block {number}"
+
+        return hook
+
+    def block_ends(*_: Any) -> None:
+        phase[0] = _LAST if uses.order[-1] == len(blocks) - 1 else "between the blocks"
+
+    def begins(name: str) -> Callable:
+        return lambda *_: running.append(name)
+
+    def ends(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+            running.pop()
+            if isinstance(output, Tensor):
+                uses.outputs[name] = output.ndim, output.shape[-1]
+
+        return hook
+
+    handles = []
+    for number, block in enumerate(blocks):
+        handles += [block.register_forward_pre_hook(block_begins(number), with_kwargs=True), block.register_forward_hook(block_ends)]
+    for name, module in _owners(model, inside):
+        if name:
+            handles += [module.register_forward_pre_hook(begins(name)), module.register_forward_hook(ends(name))]
+    try:
+        with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
+            replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
+            torch.func.functional_call(model, replaced, (example,), kwargs, tie_weights=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return uses
+
+
+def _agreeing(a: Tensor, b: Tensor) -> int:
+    pairs = enumerate(zip(a.shape, b.shape, strict=False))
+    return next((n for n, (x, y) in pairs if x != y), min(a.ndim, b.ndim))
+
+
+def _owners(model: nn.Module, inside: set[int]) -> list[tuple[str, nn.Module]]:
+    """Modules that have parameters of their own outside of the blocks."""
+    return [
+        (name, module)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if any(p is not None and id(p) not in inside for p in module._parameters.values())
+    ]
+
+
+def _check_uses(model: nn.Module, uses: _Uses, count: int) -> None:
+    remedy = "Write the module of each stage yourself, and give those of this rank to zs.Pipeline."
+    if uses.order != list(range(count)):
+        raise ConfigError(
+            f"the forward of {type(model).__name__} calls the blocks {uses.order} in this order: stages need a model that calls each of "
+            f"its {count} blocks once, one after the other. {remedy}"
+        )
+    if uses.direct:
+        raise ConfigError(
+            f"{sorted(uses.direct)[0]} of {type(model).__name__} is used by a forward that is not that of its module, so it can not be "
+            f"left out of the other stages. {remedy}"
+        )
+    for name, phases in uses.phases.items():
+        if phases - {_FIRST, _LAST}:
+            raise ConfigError(f"{name} of {type(model).__name__} is used {sorted(phases)[-1]}, by more than one stage. {remedy}")
+
+
+# -- the stages --------------------------------------------------------------------------------------------------
+
+
+def cut_stages(
+    model: nn.Module,
+    stages: int,
+    own: Sequence[int],
+    *,
+    cuts: Sequence[int | str] | None = None,
+    blocks: str | None = None,
+    embedding_weight: float = 1.0,
+    head_weight: float = 1.0,
+    example: Tensor | None = None,
+) -> list[nn.Module]:
+    """The modules of some stages of a model; `own`: their numbers. The model stays as it is, and stages share its blocks.
+
+    Args:
+        model: any nn.Module with one nn.ModuleList of blocks (the family of Transformers), on the meta device as well. Parameters keep
+            their names. The stages hold what they use of it: drop the model, and no rank keeps the rest.
+        cuts: with which blocks stages 1, 2, ... begin, as numbers or names ("model.layers.8"). Else by cost: the parameters of each
+            block, to which come those before the blocks, times embedding_weight, and those after them, times head_weight. (Their memory
+            is that of their parameters, 1.0; their time is not: an embedding computes next to nothing.)
+        blocks: the name of the list of blocks, where the one with most parameters is not meant.
+        example: an input of the model, of any values; a batch of tokens, (2, 3) int64, where it is not given.
+
+    Raises ConfigError for more stages than blocks, cuts that are none, and a model that can not be cut between its blocks.
+    """
+    path, block_list = find_block_list(model, blocks)
+    names = [f"{path}.{name}" if path else name for name in block_list._modules]
+    count = len(names)
+    if not 1 <= stages <= count:
+        raise ConfigError(
+            f"{stages} pipeline stages for a {type(model).__name__} of {count} blocks ({path}): each stage needs one at least, so between "
+            f"1 and {count} stages; the nearest is {min(max(stages, 1), count)}."
+        )
+    members = list(block_list._modules.values())
+    takes = inspect.signature(model.forward).parameters
+    kwargs = {"use_cache": False} if "use_cache" in takes or hasattr(getattr(model, "config", None), "use_cache") else {}
+    given = torch.zeros(2, 3, dtype=torch.long) if example is None else example
+    uses = _watch_forward(model, members, given, kwargs)
+    _check_uses(model, uses, count)
+    costs = [float(_numel(block.parameters())) for block in members]
+    sizes = dict(model.named_parameters(remove_duplicate=False))
+    costs[0] += embedding_weight * sum(sizes[name].numel() for name, phases in uses.phases.items() if _FIRST in phases)
+    costs[-1] += head_weight * sum(sizes[name].numel() for name, phases in uses.phases.items() if _LAST in phases)
+    ranges = cut_by_cost(costs, stages) if cuts is None else _cuts_as_asked(cuts, names, stages)
+    ties = _ties(model, uses, stages)
+    for name in {name for tie in ties for name in tie.names.values()}:
+        sizes[name].unit_of_its_own = True  # so that both stages lay it out in the same way
+    return [_Cutter(model, path, uses, kwargs, given).stage(index, ranges, ties) for index in own]
+
+
+def _ties(model: nn.Module, uses: _Uses, stages: int) -> tuple[Tie, ...]:
+    """Parameters that are used before the blocks and after them."""
+    if stages == 1:
+        return ()
+    found: dict[int, dict[int, str]] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for name, phases in uses.phases.items():
+        for phase in phases:
+            found.setdefault(id(params[name]), {})[0 if phase == _FIRST else stages - 1] = name
+    return tuple(Tie(names) for names in found.values() if len(names) > 1)
+
+
+def _copy_of(param: nn.Parameter) -> nn.Parameter:
+    copied = nn.Parameter(param.detach().clone(), param.requires_grad)
+    copied.__dict__.update(param.__dict__)
+    return copied
+
+
+class _Cutter:
+    """Makes stages of one model: copies of its modules outside of the blocks, without their tensors' memory."""
+
+    def __init__(self, model: nn.Module, path: str, uses: _Uses, kwargs: dict[str, Any], example: Tensor) -> None:
+        self.model, self.path, self.uses, self.kwargs, self.example = model, path, uses, kwargs, example
+
+    def stage(self, index: int, ranges: list[range], ties: tuple[Tie, ...]) -> nn.Module:
+        mine = tuple(tie for tie in ties if index in tie.names)
+        dtype, leading, tail = self.example.dtype, self.uses.leading, self.uses.tail
+
+        def example(hidden: Tensor) -> Tensor:
+            return torch.zeros(*hidden.shape[:leading], *tail, dtype=dtype, device=hidden.device)
+
+        self.place = Place(index, len(ranges), ranges[index], mine, kwargs=self.kwargs, example=example)
+        self.config = self._config()
+        self.made: dict[int, nn.Module] = {}
+        shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]
+        self.own = {id(param): _copy_of(param) for param in shared}  # both stages may be on this rank
+        stage = self._copy("", self.model)
+        stage.__class__ = type(f"{type(self.model).__name__}Stage", (Stage, type(self.model)), {})
+        stage.pipeline_stage = self.place  # type: ignore[assignment]
+        return stage
+
+    def _config(self) -> Any:
+        """Of Transformers' models: what it says for each layer, of the layers of this stage (a loop counts them from 0)."""
+        config, count = getattr(self.model, "config", None), self.place.blocks.stop
+        whole = len(self.uses.order)
+        rows = {k: v for k, v in getattr(config, "__dict__", {}).items() if isinstance(v, list) and len(v) == whole}
+        if not rows or count - self.place.blocks.start == whole:
+            return config
+        own = copy.copy(config)
+        own.__dict__.update({key: value[self.place.blocks.start : count] for key, value in rows.items()})
+        return own
+
+    def _copy(self, name: str, module: nn.Module) -> nn.Module:
+        if id(module) in self.made:
+            return self.made[id(module)]
+        if name == self.path:
+            place, members = self.place, list(module._modules.items())
+            chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
+            made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
+        elif self._elsewhere(name, module):
+            if name not in self.uses.outputs:
+                made = nn.Identity()  # no forward calls it
+            else:
+                made = StandIn(self.place.passage, *self.uses.outputs[name])
+        else:
+            made = copy.copy(module)
+            made.__dict__.update({k: v.copy() for k, v in module.__dict__.items() if isinstance(v, dict)})
+            if self.config is not None and module.__dict__.get("config") is self.model.config:
+                made.__dict__["config"] = self.config
+            made._parameters.update({k: self.own.get(id(p), p) for k, p in made._parameters.items()})
+            self.made[id(module)] = made
+            for key, child in module._modules.items():
+                made._modules[key] = None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+        self.made[id(module)] = made
+        made.training = module.training
+        return made
+
+    def _elsewhere(self, name: str, module: nn.Module) -> bool:
+        """True where none of the module's own parameters is of this stage."""
+        prefix = f"{name}." if name else ""
+        used = [self.uses.phases[prefix + key] for key in module._parameters if prefix + key in self.uses.phases]
+        here = {_FIRST: self.place.index == 0, _LAST: self.place.index == self.place.count - 1}
+        phases = set().union(*used) if used else set()
+        return bool(used) and not any(here[phase] for phase in phases or (_FIRST,))  # what no forward uses stays with the first

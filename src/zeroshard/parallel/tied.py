@@ -1,0 +1,126 @@
+"""Parameters that two stages hold, such as an embedding that is also the head: equal at the start, and ever after.
+
+    stage 0   embedding.weight   gradient of what the lookup did  --\
+                                                                     sum, the lower stage's first -> both step alike
+    stage 3   head.weight        gradient of what the head did    --/
+
+In both stages such a parameter is a unit of its own (`unit_of_its_own`), so that both lay it out in the same way: a rank adds to the
+slice that it has the slice of the rank of the other stage with which it is in one pipeline. Nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ModelMismatch
+from ..optim.parameter_access import value_of
+from ..zero.runtime import runtime_of
+from ..zero.unit import ParamGroup
+
+
+class TiedParameters:
+    """The parameters that stages of this rank share with others of its pipeline."""
+
+    def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Collective: values become those of the lowest stage that has them."""
+        self.group = group
+        self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
+        for number, stage in zip(own, stages, strict=True):
+            place = getattr(stage, "pipeline_stage", None)
+            for tie in place.ties if place is not None else ():
+                self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = _find(stage, tie.names[number])
+        mine: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(mine, {key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group=group)
+        self.holders = {key: {n: rank for rank, told in enumerate(mine) for n in told.get(key, ())} for told in mine for key in told}
+        for key in sorted(self.holders):
+            layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
+            if len(set(layouts.values())) > 1:
+                raise ModelMismatch(
+                    f"{' and '.join(layouts)} are tied across stages, and lie differently there: {layouts} (dtype, begin, end). Give the "
+                    "stages the same options: data-parallel ranks, ZeRO stage, dtypes."
+                )
+            self._equalise(key)
+
+    def _equalise(self, key: tuple) -> None:
+        """The value of the lowest stage is given to the others, whole, once."""
+        first, *others = sorted(self.holders[key].items())
+        for number, rank in others:
+            held = self.copies.get(key, {})
+            value = value_of(_param(held[first[0]])).full() if first[0] in held else None
+            if rank != first[1]:
+                value = self._pass(value, held.get(number), first[1], rank)
+            if number in held:
+                value_of(_param(held[number])).set_full(value)
+
+    def _pass(self, value: Tensor | None, copy: tuple[ParamGroup, int] | None, source: int, target: int) -> Tensor | None:
+        if value is not None:
+            dist.send(value.contiguous(), group=self.group, group_dst=target)
+        elif copy is not None:
+            group, index = copy
+            value = torch.empty(group.specs[index].shape, dtype=group.values.dtype, device=group.comm.device)
+            dist.recv(value, group=self.group, group_src=source)
+        return value
+
+    def add(self) -> None:
+        """After the reductions: each copy's gradient becomes the sum of all, in the order of stages."""
+        for key in sorted(self.holders):
+            held = self.copies.get(key)
+            if held is None:
+                continue
+            me = dist.get_rank(self.group)
+            parts: dict[int, Tensor] = {number: _gradient(*copy) for number, copy in held.items()}
+            mine = next(iter(parts.values()))
+            works: list[Any] = []
+            for number, rank in sorted(self.holders[key].items()) if mine.numel() else ():  # else this rank has no slice of it
+                if rank == me:
+                    others = {other for other in self.holders[key].values() if other != me}
+                    works += [dist.isend(parts[number], group=self.group, group_dst=other, tag=number) for other in others]
+                else:
+                    parts[number] = torch.empty_like(mine)
+                    works.append(dist.irecv(parts[number], group=self.group, group_src=rank, tag=number))
+            for work in works:
+                work.wait()
+            total = parts[min(parts)].clone()
+            for number in sorted(parts)[1:]:
+                total += parts[number]
+            for group, index in held.values():
+                _set_gradient(group, index, total)
+
+
+def _find(stage: nn.Module, name: str) -> tuple[ParamGroup, int]:
+    wanted = stage.get_parameter(name)
+    return next((g, i) for g in runtime_of(stage).groups for i, param in enumerate(g.params) if param is wanted)
+
+
+def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
+    group, index = copy
+    return group.params[index]
+
+
+def _layout(group: ParamGroup, index: int) -> tuple:
+    """What must be the same in all copies."""
+    home = group.homes[index]
+    return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.grads.replicated else (home.start, home.stop)
+
+
+def _gradient(group: ParamGroup, index: int) -> Tensor:
+    """This rank's slice of the reduced gradient (stage 0: all of it), flat and contiguous; zeros where there is none."""
+    grads, home, slot = group.grads, group.homes[index], group.layout.slots[index]
+    if not grads.reduced:
+        grads.zero()
+    place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.begin + home.stop - home.start)
+    return place.contiguous()
+
+
+def _set_gradient(group: ParamGroup, index: int, total: Tensor) -> None:
+    grads, home, slot = group.grads, group.homes[index], group.layout.slots[index]
+    if grads.replicated:
+        grads.full[slot.offset : slot.stop].copy_(total)
+    else:
+        grads.store(home.begin, total)
+    grads.reduced, group.active[index] = True, True
