@@ -4,6 +4,9 @@
     model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the loop stays as it is
 """
 
+import importlib
+from typing import Any
+
 from . import io
 from .activation_checkpointing.checkpoint import checkpoint_activations
 from .activation_checkpointing.report import ActivationReport, activation_report
@@ -63,6 +66,20 @@ from .tiling.tile import tile
 from .version import __version__
 from .zero.gathered_parameters import gathered
 from .zero.init_context import init
+
+_LATER = {  # what takes a second to import, by name: where it is
+    "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
+    "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "plan_for": ".parallel.plans",
+    "tensor_parallel": ".parallel.tensor_parallel",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LATER[name], __name__)
+    return module if name == "tensor_parallel" else getattr(module, name)
+
 
 __all__ = [
     "ActivationReport", "AveragedModel", "BaseModelMismatch", "CheckpointCorrupt", "CheckpointError", "CheckpointIncomplete",

@@ -88,7 +88,7 @@ class PrivateComm(Comm):
     def nodes(self) -> list[int]:
         return [rank // self.node_size for rank in self._ranks]
 
-    def subgroup(self, parts) -> "PrivateComm":
+    def subgroup(self, parts, apart=False) -> "PrivateComm":
         mine = list(next(part for part in parts if self.rank in part))
         group = PrivateComm(self.office, mine.index(self.rank), len(mine), self.ordered)
         group.pending, group._turn = self.pending, self._turn

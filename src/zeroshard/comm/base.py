@@ -239,8 +239,11 @@ class Comm(ABC):
         near = nodes.count(nodes[self.rank])
         return Sent((near - 1) * nbytes, (self.world_size - near) * nbytes)
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> Comm:
-        """A Comm of some of its ranks: of the one of `parts`, disjoint lists of ranks, in which this rank is (collective)."""
+    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> Comm:
+        """A Comm of some of its ranks: of the one of `parts`, disjoint lists of ranks, in which this rank is (collective).
+
+        apart: what its ranks write and read concerns no others: its fences are theirs alone.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no subgroups")
 
     def place(self, label: str) -> str:

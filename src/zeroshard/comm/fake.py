@@ -33,7 +33,7 @@ class FakeComm(Comm):
     def nodes(self) -> list[int]:
         return [rank // self._node_size for rank in self._ranks]
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> FakeComm:
+    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> FakeComm:
         mine = next(part for part in parts if self.rank in part)
         assert self.pending is not None  # made now, and shared
         group = copy.copy(self)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LEFT, StallError
@@ -61,6 +62,14 @@ class Meeting(Work):
         return [peer for peer in self.peers if peer not in present]
 
 
+@dataclass
+class Fence:
+    """Of ranks that read each other's shards. writing: those may be written, and are read after the next meeting of `members`."""
+
+    members: tuple[int, ...]
+    writing: bool = True
+
+
 class Hub:
     """Of one rank: messages, notes of who waits for whom, and meetings under way. Peers go by their place in the transport."""
 
@@ -72,7 +81,7 @@ class Hub:
         self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
         self.read: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
         self.payloads: dict[int, deque] = {peer: deque() for peer in range(transport.world_size)}
-        self.writing = True  # shards may be written: peers read after the next fence
+        self.fences: dict[tuple[int, ...], Fence] = {}  # by the ranks that meet
         self.failed: Failure | None = None  # the first of which this rank heard
         self.failure: Exception | None = None
         self.pending = Pending()

@@ -221,8 +221,8 @@ class DistComm(Comm):
     def nodes(self) -> list[int]:
         return self._nodes
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> DistComm:
-        key = tuple(map(tuple, parts))
+    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> DistComm:
+        key = (apart, *map(tuple, parts))
         if key in self._subgroups:  # each has a group of processes of its own: not one for each model
             return self._subgroups[key]
         mine = list(next(part for part in parts if self.rank in part))
@@ -232,12 +232,21 @@ class DistComm(Comm):
         group.rank, group.world_size = mine.index(self.rank), len(mine)
         group._ranks, group._nodes = [self._ranks[rank] for rank in mine], [self._nodes[rank] for rank in mine]
         group._parent = self.root
+        if apart and self.local is not None:
+            group.local, group.beside = self._local_part(parts), []
         make = functools.partial(dist.new_group, group._ranks, self._timeout, use_local_synchronization=True)
         group._control = make(backend="gloo")
         if self.backend != "gloo":  # over gloo each pair of ranks is told apart by what it sends
             group._data = make(backend=self.backend)
         self._subgroups[key] = group
         return group
+
+    def _local_part(self, parts: Sequence[Sequence[int]]) -> Comm | None:
+        """Of the ranks of this host, those that are in this rank's part; None where it is alone."""
+        here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
+        near = [[here.index(rank) for rank in part if rank in here] for part in parts]
+        local = self.local.subgroup([part for part in near if part], apart=True)
+        return local if local.world_size > 1 else None
 
     def gather(self, full: Tensor, source: Region, label: str, tag: int | None = None) -> Work:
         mine = source.shards[self.rank]

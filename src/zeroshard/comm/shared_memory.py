@@ -21,7 +21,7 @@ from ..errors import CollectiveMismatch
 from .base import Combine, Comm, Outcome, Pending, Region, Work, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
-from .hub import Hub
+from .hub import Fence, Hub
 from .status_server import Desk
 from .streams import streams_for
 from .transport import Transport
@@ -34,22 +34,28 @@ class SharedComm(Comm):
 
     def __init__(
         self, transport: Transport, device: torch.device, stall_timeout_s: float = 60.0, *, ranks: list[int] | None = None,
-        members: tuple[int, ...] | None = None, hub: Hub | None = None,
+        members: tuple[int, ...] | None = None, hub: Hub | None = None, fence: Fence | None = None,
     ) -> None:  # fmt: skip
-        """ranks: the number in the world of each rank of the transport. members: the subgroup, by places in the transport."""
+        """ranks: the number in the world of each rank of the transport. members: the subgroup, by places in the transport.
+
+        fence: that of a larger group, whose shards are written together.
+        """
         self.transport = transport
         self.members = members if members is not None else tuple(range(transport.world_size))
         self.rank, self.world_size = self.members.index(transport.rank), len(self.members)
         numbers = ranks if ranks is not None else list(range(transport.world_size))
         self.hub = hub or Hub(transport, Progress(numbers[transport.rank]), numbers, stall_timeout_s)
         self.progress = self.hub.progress
+        self.fence = fence or self.hub.fences.setdefault(self.members, Fence(self.members))
         self.device = device
         self.streams = streams_for(device)
 
-    def subgroup(self, parts: Sequence[Sequence[int]]) -> SharedComm:
+    def subgroup(self, parts: Sequence[Sequence[int]], apart: bool = False) -> SharedComm:
         mine = next(part for part in parts if self.rank in part)
-        members = tuple(self.members[rank] for rank in mine)
-        return SharedComm(self.transport, self.device, self.stall_timeout_s, ranks=self.hub.ranks, members=members, hub=self.hub)
+        members, fence = tuple(self.members[rank] for rank in mine), None if apart else self.fence
+        return SharedComm(
+            self.transport, self.device, self.stall_timeout_s, ranks=self.hub.ranks, members=members, hub=self.hub, fence=fence
+        )
 
     @property
     def ranks(self) -> list[int]:
@@ -84,7 +90,7 @@ class SharedComm(Comm):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
-        self.hub.writing = True  # fresh memory is about to be filled: peers may read after the next fence
+        self.fence.writing = True  # fresh memory is about to be filled: peers may read after the next fence
         mine, handle = self.transport.export(numel * dtype.itemsize)
         memory = self._open_all(handle, mine)
         wholes = [part.view(dtype) for part in memory]
@@ -92,7 +98,7 @@ class SharedComm(Comm):
         return Region(wholes[self.rank], list(shards), wholes if whole else [])
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
-        self.hub.writing = True
+        self.fence.writing = True
         handle, mine = None, None
         if self.rank == 0:
             mine, handle = self.transport.export(numel * dtype.itemsize)
@@ -176,18 +182,18 @@ class SharedComm(Comm):
         self.hub.send_all(label)
         return [told[member][1] for member in members]
 
-    # -- fences, which are those of all ranks of the hub -----------------------------------------------------
+    # -- fences ----------------------------------------------------------------------------------------------
 
     def fence_write(self, synchronised: bool = False) -> None:
-        if not self.hub.writing:
+        if not self.fence.writing:
             if not synchronised:
-                self._meet_all(None, range(self.transport.world_size), "begin to write shards")
-            self.hub.writing = True
+                self._meet_all(None, self.fence.members, "begin to write shards")
+            self.fence.writing = True
 
     def fence_read(self) -> None:
-        if self.hub.writing:
-            self._meet_all(None, range(self.transport.world_size), "end of writing shards")
-            self.hub.writing = False
+        if self.fence.writing:
+            self._meet_all(None, self.fence.members, "end of writing shards")
+            self.fence.writing = False
 
     # -- progress and liveness -------------------------------------------------------------------------------
 

@@ -45,8 +45,8 @@ class Axes:
         world = backend_select.current(self.choice, device, stall_timeout_s)
         if self.places is None:
             return world, world, world
-        control = world.subgroup(self.places)
-        peers = world if len(self.stages or ()) < 2 else world.subgroup(self.stages)
+        control = world.subgroup(self.places, apart=True)
+        peers = world if len(self.stages or ()) < 2 else world.subgroup(self.stages, apart=True)
         return control, peers, world
 
     def counts(self, distribution: Distribution | None) -> bool:

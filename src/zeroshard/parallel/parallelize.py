@@ -1,0 +1,262 @@
+"""zs.parallelize: a model over a mesh, by one call. Tensor parallelism inside of blocks, pipeline stages between, ZeRO over the rest.
+
+    whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
+                  mesh["pp"]                                  mesh["tp"]                            mesh["dp"]
+
+Each part is PyTorch's own, or zeroshard's, and can be used by itself: `plan_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import api
+from ..config import Config
+from ..errors import ConfigError
+from ..tensor.distributed import is_distributed
+from ..zero.runtime import runtime_of
+from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of
+from .plans import Plan, divides, plan_for
+from .stages import StandIn, cut_stages
+from .tensor_parallel import apply
+from .traffic import Traffic
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+IGNORED = -100  # as a target: no loss, as in torch's cross_entropy
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    micro_batches: int = 1,
+    schedule: str | None = None,
+    stages_per_rank: int | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
+    cuts: Sequence[int | str] | None = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    config: Config | None = None,
+    **options: Any,
+) -> Parallel:
+    """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
+
+    Args:
+        model: inputs -> logits, the same on every rank (the same seed), on its device or on the meta device. Drop it afterwards: the
+            rank's part is `run.model`.
+        mesh: with axes named of "pp", "dp" (or "dp_replicate" and "dp_shard"), "tp". What has no axis is not cut.
+        optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...).
+        micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
+        schedule: of the pipeline: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
+        stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
+        plan: of tensor parallelism: name pattern -> style, on top of the model's own (`plan_for`).
+        cuts: blocks with which stages begin; None: by cost.
+        sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
+        loss: (logits, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
+        config, options: of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
+
+    Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
+    that does. Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
+    """
+    sizes = _sizes(mesh)
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
+    config = Config.build(config, **options)
+    chosen = _plan(model, plan, sizes["tp"])
+    name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"], config)
+    modules, own = [model], [0]
+    if sizes["pp"] > 1:
+        own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
+        modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts)
+    if chosen is not None:
+        modules = [apply(m, mesh["tp"], _of_stage(chosen, m), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel) for m in modules]
+    made = [None if optimizer is None else optimizer(module.parameters()) for module in modules]
+    pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
+    context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
+    return Parallel(mesh, pairs, micro_batches, name, loss or next_token_loss, context)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy (nats) of logits (batch, seq, tokens) and targets (batch, seq) that are not -100; 0 where there are none."""
+    total = summed_loss(logits, targets)
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """As `next_token_loss`, the sum."""
+    logits = logits if is_distributed(logits) else logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _loss_parallel() -> contextlib.AbstractContextManager:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    names = mesh.mesh_dim_names or () if isinstance(mesh, DeviceMesh) else ()
+    unknown = [name for name in names if name not in (*DATA_AXES, "pp", "tp")]
+    if not names or unknown:
+        raise ConfigError(
+            f"mesh: expected a DeviceMesh with axes named of {('pp', *DATA_AXES, 'tp')}, got "
+            f"{names or type(mesh).__name__}. init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp')) makes one."
+        )
+    found = dict(zip(names, mesh.shape, strict=True))
+    return {"pp": found.get("pp", 1), "tp": found.get("tp", 1)}
+
+
+def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None, tp: int) -> Plan | None:
+    if tp == 1:
+        return None
+    plan = plan if isinstance(plan, Plan) else plan_for(model, plan)
+    sentences = divides(model, tp, plan)
+    if sentences:
+        raise ConfigError(" ".join(sentences))
+    return plan
+
+
+def _schedule(schedule: str | None, per_rank: int | None, pp: int, config: Config) -> tuple[str, int]:
+    """The schedule's name and how many stages a rank has."""
+    if pp == 1:
+        if schedule is not None:
+            schedule_class(schedule)
+        return schedule or "1F1B", 1
+    name, _ = schedule_class(schedule or "1F1B")
+    least = 1 if name in SCHEDULES[:2] else 2
+    per_rank = least if per_rank is None else per_rank
+    stages_of(0, pp, per_rank, name)
+    if per_rank > 1 and (config.max_grad_norm or config.precision == "fp16"):
+        what = "max_grad_norm" if config.max_grad_norm else "precision='fp16'"
+        raise ConfigError(
+            f"{what} with {per_rank} stages a rank ({name}): each is stepped by itself, and none knows the norm of all. Use 1F1B or "
+            "GPipe, which have one, or leave it out."
+        )
+    return name, per_rank
+
+
+def _of_stage(plan: Plan, stage: nn.Module) -> Plan:
+    """What of a plan for the whole model is about modules of this stage."""
+    modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
+    there = modules | {name for name, _ in stage.named_parameters()}
+    return Plan(
+        {name: style for name, style in plan.styles.items() if name in there},
+        {name: attributes for name, attributes in plan.divided.items() if name in modules},
+        plan.head if plan.head in modules else None,
+    )
+
+
+class Parallel:
+    """A model over a mesh, as this rank has it: `parallelize` makes it.
+
+    model, optimizer: this rank's part (its first stage, where it has several: `models`, `optimizers`), for zs.save, zs.load, zs.report,
+    zs.close and schedulers. traffic: what each axis has sent in a step; see `Traffic`.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
+        loss: Callable[[Tensor, Tensor], Tensor], context: Callable[[], contextlib.AbstractContextManager],
+    ) -> None:  # fmt: skip
+        self.mesh, self.micro_batches, self.loss, self._context = mesh, micro_batches, loss, context
+        self.models, self.optimizers = [module for module, _ in pairs], [each for _, each in pairs if each is not None]
+        self.pipeline: Pipeline | None = None
+        if "pp" in mesh.mesh_dim_names and mesh["pp"].size() > 1:
+            self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=loss, schedule=schedule)
+        self.traffic = Traffic(mesh, self.models)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.models[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        if not self.optimizers:
+            raise ConfigError("zs.parallelize was given no optimizer: optimizer=functools.partial(torch.optim.AdamW, lr=...).")
+        return self.optimizers[0]
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of a batch, and the optimizer's step (collective): the mean loss of this rank's batch.
+
+        inputs, targets: (rows, ...) of this rank's place along the axes of data parallelism, the same on ranks that differ along pp and
+        tp alone; rows a multiple of micro_batches.
+        """
+        loss = self.backward(inputs, targets)
+        self.optimizer  # noqa: B018  # raises where there is none
+        for each in self.optimizers:
+            each.step()
+            each.zero_grad()
+        return loss
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """As `step`, without the optimizer's: clip, look at gradients, or step by yourself."""
+        with self._context(), self.traffic.step():
+            if self.pipeline is not None:
+                return self.pipeline.step(inputs, target=targets)
+            return self._accumulated(*self._micro_batches(inputs, targets))
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the losses of targets that are not -100 (collective), without gradients. Shapes as of a step."""
+        with self._context():
+            if self.pipeline is None:
+                return sum(summed_loss(_logits(self.model(x)), y) for x, y in zip(*self._micro_batches(inputs, targets), strict=True))
+            previous, self.pipeline.loss = self.pipeline.loss, summed_loss
+            try:
+                return self.pipeline.evaluate(inputs, target=targets) * self.micro_batches
+            finally:
+                self.pipeline.loss = previous
+
+    def _micro_batches(self, inputs: Tensor, targets: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        rows = len(inputs)
+        if len(targets) != rows or rows % self.micro_batches or not rows:
+            nearest = max(round(rows / self.micro_batches), 1) * self.micro_batches
+            raise ConfigError(
+                f"a batch of {rows} rows (targets {len(targets)}) in {self.micro_batches} micro-batches: expected as many targets, and a "
+                f"multiple of micro_batches; the nearest is {nearest}."
+            )
+        return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
+
+    def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Without a pipeline: one micro-batch after the other; the last one reduces."""
+        losses = []
+        for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
+            held = number + 1 < len(inputs)
+            with api.accumulate(self.model) if held else contextlib.nullcontext():
+                loss = self.loss(_logits(self.model(x)), y) / len(inputs)
+                _whole(loss).backward()
+            losses.append(_whole(loss.detach()).float())
+        return torch.stack(losses).sum()
+
+    def close(self) -> None:
+        """zs.close of every part (collective)."""
+        for module in self.models:
+            api.close(module)
+
+    def report(self) -> str:
+        """What each axis sends in a step, a line for each; the state of each part is in zs.report(run.model)."""
+        return self.traffic.text()
+
+    @property
+    def world_size(self) -> int:
+        return runtime_of(self.model).world.world_size
+
+
+def _logits(output: Any) -> Tensor:
+    """Of what a model returns: a tensor, Transformers' output, or a tuple with them in front."""
+    if isinstance(output, Tensor):
+        return output
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def _whole(loss: Tensor) -> Tensor:
+    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
