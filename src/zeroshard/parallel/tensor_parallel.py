@@ -74,9 +74,12 @@ def apply(
         return model
     cut = _Cut(model, mesh, plan, sequence_parallel, loss_parallel)
     ties = _ties(model, plan)
+    marks = [(m, name, p.__dict__) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.__dict__]
     cut.run()
     for places in ties:
         _tie(places)
+    for module, name, given in marks:  # what was noted on a parameter is noted on its DTensor
+        module._parameters[name].__dict__.update(given)
     _start_alike(model, mesh)
     return model
 
