@@ -31,8 +31,8 @@ LAYERS = (
     ("tiling", "checkpoint", "planner", "data"),
     ("api", "averaged_model"),
     ("__init__",),
-    ("models", "launch", "parallel"),
-    ("integrations",),
+    ("models", "launch"),
+    ("integrations", "parallel"),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
     ("integrations.deepspeed.site", "cli", "bench", "__main__"),
 )

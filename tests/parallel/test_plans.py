@@ -118,8 +118,13 @@ def test_what_stands_for_a_module_of_another_stage_is_passed_over(axis):
     model = llama()
     model.model.embed_tokens, model.lm_head = nn.Identity(), nn.Identity()
     del model.model.layers[0]
-    apply(model, axis(2), sequence_parallel=True)
-    assert hasattr(model.model.layers[0].self_attn.q_proj.weight, "placements") and not hasattr(model.model.norm.weight, "placements")
+    mesh = axis(2)
+    apply(model, mesh, sequence_parallel=True)
+    ours = gpt()
+    ours.embedding, ours.head = nn.Identity(), nn.Identity()
+    assert plan_for(apply(ours, mesh)).head is None
+    assert hasattr(model.model.layers[0].self_attn.q_proj.weight, "placements")
+    assert not hasattr(model.model.norm.weight, "placements")
 
 
 def test_a_copy_of_a_model_that_was_cut(axis):

@@ -1,1 +1,1 @@
-"""Tensor parallelism for models of the Transformer family, by PyTorch's own styles."""
+"""Parallelism beside ZeRO's: the axes of a mesh that split the model itself. zs.shard is called for what each rank then has."""

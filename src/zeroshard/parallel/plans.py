@@ -271,7 +271,8 @@ def _config(model: nn.Module) -> Any:
 def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
     """Names of the embedding of tokens and of the head, '' where there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    ends = [name if name in names.values() else "" for name in (family.embedding, family.head)]  # a stage may lack them
+    maps = {name for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))}
+    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # a pipeline stage may lack them
     for number, ask in enumerate(("get_input_embeddings", "get_output_embeddings")):
         try:
             found = getattr(model, ask)() if hasattr(model, ask) else None

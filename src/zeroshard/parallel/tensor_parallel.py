@@ -449,7 +449,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) 
                 kind = type(owner).__name__
                 raise ConfigError(f"plan: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
     if loss_parallel and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: config.output_router_logits=False does.")
+        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: set output_router_logits=False.")
     if loss_parallel and plan.head is None:
         raise ConfigError(f"loss_parallel: the plan cuts no head of {type(model).__name__}: its logits are whole on every rank.")
     wrong = divides(model, mesh.size(), plan)
