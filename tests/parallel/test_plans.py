@@ -96,7 +96,10 @@ def test_tables_name_everything_that_is_large():
 
 
 def test_shards_heads_and_ties(axis):
-    model = apply(gpt2(), axis(4))
+    model = gpt2()
+    model.lm_head.weight.note = "kept"
+    apply(model, axis(4))
+    assert model.transformer.wte.weight.note == "kept"
     attention = model.transformer.h[0].attn
     assert attention.c_attn.weight._local_tensor.shape == (32, 24) and attention.c_attn.weight.shape == (32, 96)
     assert (attention.num_heads, attention.split_size, attention.c_attn.nf) == (1, 8, 24)
@@ -109,6 +112,19 @@ def test_a_plan_on_a_meta_model_needs_no_values(axis):
         model = GPT(GPTConfig(vocab_size=256, dim=64, heads=8, layers=1, positions="alibi"))
     apply(model, axis(4), sequence_parallel=True)
     assert model.blocks[0].attention.qkv.weight._local_tensor.shape == (48, 64) and model.blocks[0].attention.heads == 2
+
+
+def test_what_stands_for_a_module_of_another_stage_is_passed_over(axis):
+    model = llama()
+    model.model.embed_tokens, model.lm_head = nn.Identity(), nn.Identity()
+    del model.model.layers[0]
+    mesh = axis(2)
+    apply(model, mesh, sequence_parallel=True)
+    ours = gpt()
+    ours.embedding, ours.head = nn.Identity(), nn.Identity()
+    assert plan_for(apply(ours, mesh)).head is None
+    assert hasattr(model.model.layers[0].self_attn.q_proj.weight, "placements")
+    assert not hasattr(model.model.norm.weight, "placements")
 
 
 def test_a_copy_of_a_model_that_was_cut(axis):

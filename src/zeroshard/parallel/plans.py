@@ -227,7 +227,8 @@ def _sizes(model: nn.Module, plan: Plan) -> dict[str, int]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    modules = [name for name, _ in model.named_modules() if name]
+    """Of modules that hold parameters (others may stand for what is in another pipeline stage), and of those."""
+    modules = [name for name, module in model.named_modules() if name and next(module.parameters(), None) is not None]
     return modules + [name for name, _ in model.named_parameters()]
 
 
@@ -270,7 +271,8 @@ def _config(model: nn.Module) -> Any:
 def _ends(model: nn.Module, family: Family) -> tuple[str, str]:
     """Names of the embedding of tokens and of the head, '' where there is none."""
     names = {id(module): name for name, module in model.named_modules()}
-    ends = [family.embedding, family.head]
+    maps = {name for name, module in model.named_modules() if isinstance(module, (nn.Embedding, nn.Linear))}
+    ends = [name if name in maps else "" for name in (family.embedding, family.head)]  # a pipeline stage may lack them
     for number, ask in enumerate(("get_input_embeddings", "get_output_embeddings")):
         try:
             found = getattr(model, ask)() if hasattr(model, ask) else None

@@ -74,9 +74,12 @@ def apply(
         return model
     cut = _Cut(model, mesh, plan, sequence_parallel, loss_parallel)
     ties = _ties(model, plan)
+    marks = [(m, name, p.__dict__) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.__dict__]
     cut.run()
     for places in ties:
         _tie(places)
+    for module, name, given in marks:  # what was noted on a parameter is noted on its DTensor
+        module._parameters[name].__dict__.update(given)
     _start_alike(model, mesh)
     return model
 
@@ -446,7 +449,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) 
                 kind = type(owner).__name__
                 raise ConfigError(f"plan: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
     if loss_parallel and getattr(getattr(model, "config", None), "output_router_logits", False):
-        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: config.output_router_logits=False does.")
+        raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: set output_router_logits=False.")
     if loss_parallel and plan.head is None:
         raise ConfigError(f"loss_parallel: the plan cuts no head of {type(model).__name__}: its logits are whole on every rank.")
     wrong = divides(model, mesh.size(), plan)
