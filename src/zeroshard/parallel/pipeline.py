@@ -14,6 +14,7 @@ are handed to the runtime (`Runtime.hold`) in place of those that its hooks woul
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 
+from ..comm.diagnosis import judge
+from ..comm.process_group import DistComm
+from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
 from ..utils.tensor_tree import find_tensors
 from ..zero.runtime import Runtime, runtime_of
@@ -32,6 +36,7 @@ from .tied import TiedParameters
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
+_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # for a peer to say why a connection broke
 Loss = Callable[[Tensor, Any], Tensor]
 
 
@@ -197,13 +202,16 @@ class Pipeline:
         if any(place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)):
             given = [(place.index, place.count) for place in places if place is not None]
             return f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
-        if self.ranks == 1:
-            return None
-        for runtime in self.runtimes:
-            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.precision == "fp16":
-                return "precision='fp16' with a pipeline: its stages would have to skip the same steps. Use 'bf16', or one stage."
-            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.max_grad_norm:
-                return "max_grad_norm with a pipeline needs the norm over all stages: zs.shard(stage, optimizer, mesh=mesh) knows them."
+        return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
+
+    def _unserved(self, runtime: Runtime) -> str | None:
+        """Options by which a step of one stage depends on what only the others know."""
+        if runtime.config.precision == "fp16":
+            return "precision='fp16' with a pipeline: gradients would be scaled anew by each stage. Use 'bf16', whose range needs no scale."
+        if runtime.config.max_grad_norm and runtime.world is runtime.comm:
+            return "max_grad_norm with a pipeline takes the norm over all stages: give the whole mesh, zs.shard(stage, optimizer, mesh=mesh)."
+        if runtime.config.max_grad_norm and len(self.stages) > 1:
+            return f"max_grad_norm with {len(self.stages)} stages a rank: each optimizer would see some of them. Use a schedule of one (1F1B)."
         return None
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -230,7 +238,12 @@ class Pipeline:
         schedule = self._built[key]
         found: list[Tensor] = []
         run = schedule.step if training else schedule.eval
-        run(*(inputs if 0 in self.own else ()), target=target if self._has_last else None, losses=found, return_outputs=False, **kwargs)
+        given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
+        try:
+            run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         if training:
             for runtime in self.runtimes:
                 runtime.flush()
@@ -242,6 +255,19 @@ class Pipeline:
         if losses is not None:
             losses[:] = (told * self.micro_batches).unbind()
         return sum(told.unbind(), torch.zeros((), device=self.device))
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Where a connection to another stage broke because a rank has failed: raise what that rank has told."""
+        world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
+        if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
+            return
+        if isinstance(world, DistComm):
+            failure = judge(world, "a step of a pipeline", error)
+            if failure is not None:
+                raise failure.raised("a step of a pipeline") from error
+        while isinstance(world, SharedComm) and time.monotonic() < deadline:
+            world.serve()  # raises PeerFailed
+            time.sleep(_PAUSE_S)
 
     @property
     def _has_last(self) -> bool:
