@@ -15,7 +15,7 @@ from zeroshard.parallel.pipeline import Pipeline, stages_of
 from zeroshard.parallel.stages import cut_stages
 from zeroshard.zero.runtime import runtime_of
 
-WORLD = 4
+WORLD, STALL_S = 4, 4.0
 CELLS = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
     *((stage, "1F1B", 1, stage > 1, None) for stage in range(4)),
     *((stage, "1F1B", 1, True, 0.5) for stage in (0, 2)),
@@ -122,7 +122,9 @@ def _once_and_bad_input(rank, ranks):
 def test_one_reduction_a_step_and_a_sentence_on_every_rank():
     for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
         assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
-        sentences = ("a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "2 stages a rank", "schedule: expected")
+        sentences = (
+            "a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "2 stages a rank", "schedule: expected",
+        )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):
             assert sentence in text, text
 
@@ -131,7 +133,7 @@ def _failing(rank, ranks, how):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipeline, stage, optimizer = _pipeline(mesh)
+    pipeline, stage, optimizer = _pipeline(mesh, stall_timeout_s=STALL_S)
     tokens, targets = kit.batch(0, 0)
     pipeline.step(tokens, target=targets)
     optimizer.step()
@@ -139,6 +141,8 @@ def _failing(rank, ranks, how):
     def fail(*_):
         if how == "dies":
             os._exit(3)
+        if how == "sleeps":
+            time.sleep(4 * STALL_S)
         raise ValueError("the second stage is out of sorts")
 
     if rank == 3:
@@ -153,3 +157,11 @@ def test_a_rank_that_fails_in_one_stage_ends_all(how):
     assert all(result.exitcode not in (0, -9, -15) for result in results), [result.exitcode for result in results]
     for result in results[:3]:
         assert "PeerFailed" in result.error and "rank 3" in result.error, result.error
+
+
+@pytest.mark.processes
+def test_a_schedule_that_stands_still_is_told():
+    results = run_processes(_failing, WORLD, "sleeps", timeout_s=100, grace_s=STALL_S, check=False)
+    told = [result.error for result in results[:3] if result.error and "StallError" in result.error]
+    assert told, [result.error for result in results]
+    assert all("pipeline stage 0: gradients of micro-batch 0 from stage 1" in text for text in told), told[0]

@@ -28,7 +28,9 @@ def adamw(params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def one_process(tied: bool, dps: int, backwards: bool = False, max_norm: float | None = None) -> tuple[list[list[float]], dict[str, Tensor]]:
+def one_process(
+    tied: bool, dps: int, backwards: bool = False, max_norm: float | None = None
+) -> tuple[list[list[float]], dict[str, Tensor]]:
     """(loss of each data-parallel rank in each step, parameters). Tied ones are two that get the sum of both gradients, as in two
     stages: an addition of one process would be in another order. backwards: the gradients of the last micro-batch come first."""
     whole = model(tied)

@@ -14,6 +14,7 @@ are handed to the runtime (`Runtime.hold`) in place of those that its hooks woul
 from __future__ import annotations
 
 import contextlib
+import datetime
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ..comm.diagnosis import judge
 from ..comm.process_group import DistComm
@@ -96,6 +97,18 @@ class _Stage(PipelineStage):
                 return grads, []
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        self._note(f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}")
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        self._note(f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}")
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _note(self, what: str) -> None:
+        """For who asks when a wait lasts too long."""
+        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {what}")
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """What the stage before it, on this rank, is given; in an evaluation there is nothing, but torch asks for it in a V."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -163,6 +176,8 @@ class Pipeline:
         self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
         self.count = self.ranks * len(self.stages)
         self._built: dict[Any, Any] = {}
+        timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
+        dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group)
 
     def _agree(self, schedule: str) -> None:
@@ -207,11 +222,12 @@ class Pipeline:
     def _unserved(self, runtime: Runtime) -> str | None:
         """Options by which a step of one stage depends on what only the others know."""
         if runtime.config.precision == "fp16":
-            return "precision='fp16' with a pipeline: gradients would be scaled anew by each stage. Use 'bf16', whose range needs no scale."
+            return "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
         if runtime.config.max_grad_norm and runtime.world is runtime.comm:
-            return "max_grad_norm with a pipeline takes the norm over all stages: give the whole mesh, zs.shard(stage, optimizer, mesh=mesh)."
+            return "max_grad_norm with a pipeline takes the norm over all stages: zs.shard(stage, optimizer, mesh=mesh), the whole mesh."
         if runtime.config.max_grad_norm and len(self.stages) > 1:
-            return f"max_grad_norm with {len(self.stages)} stages a rank: each optimizer would see some of them. Use a schedule of one (1F1B)."
+            count = len(self.stages)
+            return f"max_grad_norm with {count} stages a rank: each optimizer would see some of them. Use a schedule of one (1F1B)."
         return None
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -261,13 +277,14 @@ class Pipeline:
         world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
         if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
             return
-        if isinstance(world, DistComm):
-            failure = judge(world, "a step of a pipeline", error)
-            if failure is not None:
-                raise failure.raised("a step of a pipeline") from error
-        while isinstance(world, SharedComm) and time.monotonic() < deadline:
+        late = "timed out" in str(error).lower()
+        while isinstance(world, SharedComm) and not late and time.monotonic() < deadline:
             world.serve()  # raises PeerFailed
             time.sleep(_PAUSE_S)
+        failure = judge(world, "a step of a pipeline", error) if isinstance(world, (DistComm, SharedComm)) else None
+        if failure is not None:
+            world.fail(failure)
+            raise failure.raised("a step of a pipeline") from error
 
     @property
     def _has_last(self) -> bool:
@@ -283,8 +300,8 @@ class Pipeline:
         if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
             nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
             raise ConfigError(
-                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one number of "
-                f"rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
+                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
+                f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
             )
 
     # -- what torch is given ---------------------------------------------------------------------------------
@@ -292,13 +309,17 @@ class Pipeline:
     def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
         """A schedule for batches of this shape: torch's buffers are made for one."""
         rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
-        shapes = self._shapes(tuple(x[:rows] for x in inputs), {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+        first = {key: value[:rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        shapes = self._shapes(tuple(x[:rows] for x in inputs), first)
         stages = []
         for module, index in zip(self.stages, self.own, strict=True):
             given, made = (
-                tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=training and dtype.is_floating_point and at > 0)
-                      for shape, dtype in shapes[at]) for at in (index, index + 1)
-            )  # fmt: skip
+                tuple(
+                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=training and at > 0 and dtype.is_floating_point)
+                    for shape, dtype in shapes[at]
+                )
+                for at in (index, index + 1)
+            )
             stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
         one = issubclass(self._class, PipelineScheduleSingle)
         loss = lambda output, target: self.loss(output, target) / self.micro_batches  # noqa: E731
