@@ -125,12 +125,13 @@ class _Stage(PipelineStage):
 @contextlib.contextmanager
 def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
     """Around a backward: gradients add up here; reduce: what is complete is on its way when it is over."""
-    previous = runtime.sync, runtime.waits
-    runtime.sync, runtime.waits, runtime.account.held = reduce, False, True
+    reductions = runtime.reductions
+    previous = runtime.sync, reductions.waits
+    runtime.sync, reductions.waits, runtime.account.held = reduce, False, True
     try:
         yield
     finally:
-        runtime.sync, runtime.waits = previous
+        runtime.sync, reductions.waits = previous
 
 
 class Pipeline:
