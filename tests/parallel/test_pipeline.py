@@ -15,24 +15,25 @@ from zeroshard.parallel.pipeline import Pipeline, stages_of
 from zeroshard.parallel.stages import cut_stages
 from zeroshard.zero.runtime import runtime_of
 
-WORLD = 4
-CELLS = [  # (ZeRO stage, schedule, stages a rank, tied)
-    *((stage, "1F1B", 1, tied) for stage in range(4) for tied in (False, True)),
-    (1, "GPipe", 1, True),
-    (3, "GPipe", 1, False),
-    (2, "LoopedBFS", 2, False),
-    *((stage, "Interleaved1F1B", 2, True) for stage in range(4)),
-    *((stage, "InterleavedZeroBubble", 2, stage == 1) for stage in range(4)),
-    *((stage, "ZBVZeroBubble", 2, True) for stage in range(4)),
-    (2, "DualPipeV", 2, False),
+WORLD, STALL_S = 4, 4.0
+CELLS = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
+    *((stage, "1F1B", 1, stage > 1, None) for stage in range(4)),
+    *((stage, "1F1B", 1, True, 0.5) for stage in (0, 2)),
+    (1, "GPipe", 1, True, None),
+    (2, "LoopedBFS", 2, False, None),
+    (1, "Interleaved1F1B", 2, True, None),
+    (3, "Interleaved1F1B", 2, True, None),
+    *((stage, "InterleavedZeroBubble", 2, stage == 1, None) for stage in (0, 1, 3)),
+    *((stage, "ZBVZeroBubble", 2, True, None) for stage in (0, 2, 3)),
+    (2, "DualPipeV", 2, False, None),
 ]
 
 
-def _train(mesh, stage, schedule, per_rank, tied):
+def _train(mesh, stage, schedule, per_rank, tied, max_norm=None):
     pp, dp = mesh["pp"], mesh["dp"]
     own = stages_of(pp.get_local_rank(), 2, per_rank, schedule)
     modules = cut_stages(kit.model(tied), 2 * per_rank, own)
-    sharded = [zs.shard(module, kit.adamw(module.parameters()), comm=dp, stage=stage) for module in modules]
+    sharded = [zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm) for module in modules]
     modules, optimizers = zip(*sharded, strict=True)
     pipeline = Pipeline(modules, pp, micro_batches=kit.MICRO, loss=kit.loss, schedule=schedule)
     losses = []
@@ -67,24 +68,100 @@ def _all(rank, ranks, cells):
 
 @pytest.mark.processes
 def test_bits_of_one_process():
-    expected = {tied: kit.one_process(tied, 2) for tied in (False, True)}
-    looped = kit.one_process(False, 2, backwards=True)
+    expected = {}
+    for _, schedule, _, tied, max_norm in CELLS:
+        task = tied, schedule == "LoopedBFS", max_norm
+        expected[task] = expected.get(task) or kit.one_process(tied, 2, *task[1:])
     results = run_processes(_all, WORLD, CELLS, timeout_s=150)
-    wrong = []
     for cell in CELLS:
-        losses, values = looped if cell[1] == "LoopedBFS" else expected[cell[3]]
-        seen = set()
+        losses, values = expected[cell[3], cell[1] == "LoopedBFS", cell[4]]
+        atol = 0.0 if cell[4] is None else 1e-6  # a norm is added up in another order
         for dp, found in results:
-            got = found.get(cell)
-            if not isinstance(got, tuple):
-                wrong.append((cell, got))
-                continue
-            if got[0] != [row[dp] for row in losses]:
-                wrong.append((cell, "losses", got[0], [row[dp] for row in losses]))
-            for name, value in got[1].items():
-                seen.add(name)
-                if not torch.equal(value, values[name]):
-                    wrong.append((cell, name, (value - values[name]).abs().max().item()))
-        if seen != set(values):
-            wrong.append((cell, "names", seen ^ set(values)))
-    assert not wrong, "\n".join(map(str, wrong[:12]))
+            torch.testing.assert_close(found[cell][0], [row[dp] for row in losses], rtol=0, atol=atol, msg=f"{cell}: losses")
+            for name, value in found[cell][1].items():
+                torch.testing.assert_close(value, values[name], rtol=0, atol=atol, msg=f"{cell}: {name}")
+        assert {name for _, found in results for name in found[cell][1]} == set(values)
+
+
+def _pipeline(mesh, micro_batches=kit.MICRO, **options):
+    pp = mesh["pp"]
+    (stage,) = cut_stages(kit.model(), 2, [pp.get_local_rank()])
+    stage, optimizer = zs.shard(stage, kit.adamw(stage.parameters()), mesh=mesh, stage=1, **options)
+    return Pipeline(stage, pp, micro_batches=micro_batches, loss=kit.loss), stage, optimizer
+
+
+def _once_and_bad_input(rank, ranks):
+    """How often gradients are reduced in a step, and every sentence on every rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline, stage, _ = _pipeline(mesh)
+    runtime = runtime_of(stage)
+    reduced = []
+    for group in runtime.groups:
+        plain = group.grads.reduce
+        group.grads.reduce = lambda plain=plain: (reduced.append(runtime.in_backward), plain())
+    tokens, targets = kit.batch(0, 0)
+    pipeline.step(tokens, target=targets)
+    said = [(len(reduced), len(runtime.groups), any(reduced))]
+    for wrong in (
+        lambda: pipeline.step(tokens[:6], target=targets[:6]),
+        lambda: _pipeline(mesh, micro_batches=2 if mesh["dp"].get_local_rank() else 4),
+        lambda: _pipeline(mesh, micro_batches=2 if mesh["pp"].get_local_rank() else 4),
+        lambda: _pipeline(mesh, precision="fp16"),
+        lambda: Pipeline([stage, stage], mesh["pp"], micro_batches=4, loss=kit.loss),
+        lambda: Pipeline(stage, mesh["pp"], micro_batches=4, loss=kit.loss, schedule="1F2B"),
+    ):
+        with pytest.raises(zs.ConfigError) as caught:
+            wrong()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.processes
+def test_one_reduction_a_step_and_a_sentence_on_every_rank():
+    for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
+        assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
+        sentences = (
+            "a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "2 stages a rank", "schedule: expected",
+        )  # fmt: skip
+        for sentence, text in zip(sentences, said, strict=True):
+            assert sentence in text, text
+
+
+def _failing(rank, ranks, how):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline, stage, optimizer = _pipeline(mesh, stall_timeout_s=STALL_S)
+    tokens, targets = kit.batch(0, 0)
+    pipeline.step(tokens, target=targets)
+    optimizer.step()
+
+    def fail(*_):
+        if how == "dies":
+            os._exit(3)
+        if how == "sleeps":
+            time.sleep(4 * STALL_S)
+        raise ValueError("the second stage is out of sorts")
+
+    if rank == 3:
+        stage.blocks[1].register_forward_pre_hook(fail)
+    pipeline.step(tokens, target=targets)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_in_one_stage_ends_all(how):
+    results = run_processes(_failing, WORLD, how, timeout_s=100, grace_s=15, check=False)
+    assert all(result.exitcode not in (0, -9, -15) for result in results), [result.exitcode for result in results]
+    for result in results[:3]:
+        assert "PeerFailed" in result.error and "rank 3" in result.error, result.error
+
+
+@pytest.mark.processes
+def test_a_schedule_that_stands_still_is_told():
+    results = run_processes(_failing, WORLD, "sleeps", timeout_s=100, grace_s=STALL_S, check=False)
+    told = [result.error for result in results[:3] if result.error and "StallError" in result.error]
+    assert told, [result.error for result in results]
+    assert all("pipeline stage 0: gradients of micro-batch 0 from stage 1" in text for text in told), told[0]

@@ -28,7 +28,9 @@ def adamw(params) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
 
 
-def one_process(tied: bool, dps: int, backwards: bool = False) -> tuple[list[list[float]], dict[str, Tensor]]:
+def one_process(
+    tied: bool, dps: int, backwards: bool = False, max_norm: float | None = None
+) -> tuple[list[list[float]], dict[str, Tensor]]:
     """(loss of each data-parallel rank in each step, parameters). Tied ones are two that get the sum of both gradients, as in two
     stages: an addition of one process would be in another order. backwards: the gradients of the last micro-batch come first."""
     whole = model(tied)
@@ -52,7 +54,9 @@ def one_process(tied: bool, dps: int, backwards: bool = False) -> tuple[list[lis
         grads = {name: sum((other[name] for other in sums[1:]), sums[0][name]) * (1.0 / dps) for name in sums[0]}
         if tied:
             grads["embedding.weight"] = grads["head.weight"] = grads["embedding.weight"] + grads["head.weight"]
+        squares = sum(grads[name].double().square().sum().item() for name in grads if not (tied and name == "head.weight"))
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (squares**0.5 + 1e-6))
         for name, p in whole.named_parameters():
-            p.grad = grads[name].clone()
+            p.grad = grads[name] * factor
         optimizer.step()
     return losses, {name: p.detach() for name, p in whole.named_parameters()}

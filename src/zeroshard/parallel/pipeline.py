@@ -14,6 +14,8 @@ are handed to the runtime (`Runtime.hold`) in place of those that its hooks woul
 from __future__ import annotations
 
 import contextlib
+import datetime
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,8 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from ..comm.diagnosis import judge
+from ..comm.process_group import DistComm
+from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
 from ..utils.tensor_tree import find_tensors
 from ..zero.runtime import Runtime, runtime_of
@@ -32,6 +37,7 @@ from .tied import TiedParameters
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
+_PATIENCE_S, _PAUSE_S = 5.0, 0.05  # for a peer to say why a connection broke
 Loss = Callable[[Tensor, Any], Tensor]
 
 
@@ -91,6 +97,18 @@ class _Stage(PipelineStage):
                 return grads, []
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        self._note(f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}")
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        self._note(f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}")
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _note(self, what: str) -> None:
+        """For who asks when a wait lasts too long."""
+        runtime_of(self.submod).comm.progress.note(f"pipeline stage {self.stage_index}: {what}")
+
     def get_local_bwd_output(self, mb_index: int) -> Any:
         """What the stage before it, on this rank, is given; in an evaluation there is nothing, but torch asks for it in a V."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
@@ -107,12 +125,13 @@ class _Stage(PipelineStage):
 @contextlib.contextmanager
 def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
     """Around a backward: gradients add up here; reduce: what is complete is on its way when it is over."""
-    previous = runtime.sync, runtime.waits
-    runtime.sync, runtime.waits, runtime.account.held = reduce, False, True
+    reductions = runtime.reductions
+    previous = runtime.sync, reductions.waits
+    runtime.sync, reductions.waits, runtime.account.held = reduce, False, True
     try:
         yield
     finally:
-        runtime.sync, runtime.waits = previous
+        runtime.sync, reductions.waits = previous
 
 
 class Pipeline:
@@ -158,6 +177,8 @@ class Pipeline:
         self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
         self.count = self.ranks * len(self.stages)
         self._built: dict[Any, Any] = {}
+        timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
+        dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group)
 
     def _agree(self, schedule: str) -> None:
@@ -197,13 +218,17 @@ class Pipeline:
         if any(place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)):
             given = [(place.index, place.count) for place in places if place is not None]
             return f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
-        if self.ranks == 1:
-            return None
-        for runtime in self.runtimes:
-            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.precision == "fp16":
-                return "precision='fp16' with a pipeline: its stages would have to skip the same steps. Use 'bf16', or one stage."
-            if getattr(runtime, "world", runtime.comm) is runtime.comm and runtime.config.max_grad_norm:
-                return "max_grad_norm with a pipeline needs the norm over all stages: zs.shard(stage, optimizer, mesh=mesh) knows them."
+        return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
+
+    def _unserved(self, runtime: Runtime) -> str | None:
+        """Options by which a step of one stage depends on what only the others know."""
+        if runtime.config.precision == "fp16":
+            return "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
+        if runtime.config.max_grad_norm and runtime.world is runtime.comm:
+            return "max_grad_norm with a pipeline takes the norm over all stages: zs.shard(stage, optimizer, mesh=mesh), the whole mesh."
+        if runtime.config.max_grad_norm and len(self.stages) > 1:
+            count = len(self.stages)
+            return f"max_grad_norm with {count} stages a rank: each optimizer would see some of them. Use a schedule of one (1F1B)."
         return None
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -230,7 +255,12 @@ class Pipeline:
         schedule = self._built[key]
         found: list[Tensor] = []
         run = schedule.step if training else schedule.eval
-        run(*(inputs if 0 in self.own else ()), target=target if self._has_last else None, losses=found, return_outputs=False, **kwargs)
+        given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
+        try:
+            run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
+        except RuntimeError as error:
+            self._explain(error)
+            raise
         if training:
             for runtime in self.runtimes:
                 runtime.flush()
@@ -242,6 +272,20 @@ class Pipeline:
         if losses is not None:
             losses[:] = (told * self.micro_batches).unbind()
         return sum(told.unbind(), torch.zeros((), device=self.device))
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Where a connection to another stage broke because a rank has failed: raise what that rank has told."""
+        world, deadline = self.runtimes[0].world, time.monotonic() + _PATIENCE_S
+        if not any(word in str(error).lower() for word in ("connection", "gloo", "nccl", "timed out")):
+            return
+        late = "timed out" in str(error).lower()
+        while isinstance(world, SharedComm) and not late and time.monotonic() < deadline:
+            world.serve()  # raises PeerFailed
+            time.sleep(_PAUSE_S)
+        failure = judge(world, "a step of a pipeline", error) if isinstance(world, (DistComm, SharedComm)) else None
+        if failure is not None:
+            world.fail(failure)
+            raise failure.raised("a step of a pipeline") from error
 
     @property
     def _has_last(self) -> bool:
@@ -257,8 +301,8 @@ class Pipeline:
         if len(sizes) != 1 or min(sizes) % self.micro_batches or min(sizes) == 0:
             nearest = max(round(min(sizes, default=1) / self.micro_batches), 1) * self.micro_batches
             raise ConfigError(
-                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one number of "
-                f"rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
+                f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
+                f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
             )
 
     # -- what torch is given ---------------------------------------------------------------------------------
@@ -266,13 +310,17 @@ class Pipeline:
     def _build(self, training: bool, inputs: tuple, kwargs: dict) -> Any:
         """A schedule for batches of this shape: torch's buffers are made for one."""
         rows = find_tensors(inputs)[0].shape[0] // self.micro_batches
-        shapes = self._shapes(tuple(x[:rows] for x in inputs), {k: v[:rows] if isinstance(v, Tensor) else v for k, v in kwargs.items()})
+        first = {key: value[:rows] if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        shapes = self._shapes(tuple(x[:rows] for x in inputs), first)
         stages = []
         for module, index in zip(self.stages, self.own, strict=True):
             given, made = (
-                tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=training and dtype.is_floating_point and at > 0)
-                      for shape, dtype in shapes[at]) for at in (index, index + 1)
-            )  # fmt: skip
+                tuple(
+                    torch.empty(shape, dtype=dtype, device="meta", requires_grad=training and at > 0 and dtype.is_floating_point)
+                    for shape, dtype in shapes[at]
+                )
+                for at in (index, index + 1)
+            )
             stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
         one = issubclass(self._class, PipelineScheduleSingle)
         loss = lambda output, target: self.loss(output, target) / self.micro_batches  # noqa: E731

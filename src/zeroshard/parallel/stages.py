@@ -9,9 +9,10 @@ blocks meets those of this stage alone: the first takes the hidden states that w
 last one returns is sent on. Masks, positions and rotary tables are made anew by each stage, from shapes. What has parameters outside
 of the blocks and is of another stage is replaced by a `StandIn` that returns zeros, which nobody reads.
 
-What is used before the blocks and what after them is not guessed from names: the forward is run once on three tokens (of a
-model on the meta device with fake tensors), and the functions that meet a parameter are looked at. So any model serves that is (something) -> one list of blocks -> (something), with one
-tensor of hidden states between blocks. Whoever has another kind of model writes the modules of its stages, and gives those to Pipeline.
+What is used before the blocks and what after them is not guessed from names: the forward is run once on three tokens (of a model on
+the meta device, on fake tensors), and the functions that meet a parameter are looked at. So any model serves that is (something) ->
+one list of blocks -> (something), with one tensor of hidden states between blocks. Whoever has another kind of model writes the modules
+of its stages, and gives those to Pipeline.
 """
 
 from __future__ import annotations

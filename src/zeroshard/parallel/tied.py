@@ -28,12 +28,15 @@ class TiedParameters:
 
     def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup) -> None:
         """Collective: values become those of the lowest stage that has them."""
-        self.group = group
+        self.group, self.comm = group, runtime_of(stages[0]).comm
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
             for tie in place.ties if place is not None else ():
-                self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = _find(stage, tie.names[number])
+                found = _find(stage, tie.names[number])
+                self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = found
+                spec = found[0].specs[found[1]]
+                spec.counts = spec.counts and number == min(tie.names)  # once in a norm
         mine: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(mine, {key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group=group)
         self.holders = {key: {n: rank for rank, told in enumerate(mine) for n in told.get(key, ())} for told in mine for key in told}
@@ -56,6 +59,9 @@ class TiedParameters:
                 value = self._pass(value, held.get(number), first[1], rank)
             if number in held:
                 value_of(_param(held[number])).set_full(value)
+            else:  # of ranks that see each other's memory all meet before and after a write, whoever writes
+                self.comm.fence_write(synchronised=True)
+                self.comm.fence_read()
 
     def _pass(self, value: Tensor | None, copy: tuple[ParamGroup, int] | None, source: int, target: int) -> Tensor | None:
         if value is not None:

@@ -42,6 +42,7 @@ class Reductions:
         self.groups = [group for unit in units for group in unit.groups]
         self.num_params = sum(len(group.specs) for group in self.groups)
         self.touched: set[int] = set()
+        self.waits = True  # False: a backward ends without its reductions, which `Runtime.flush` waits for
         self._started: set[int] = set()  # units
         self._completed: list[int] = []  # units, in this rank's order
         self._departing: list[int] = []  # units whose reduced gradients have not left for where they rest

@@ -73,7 +73,6 @@ class Runtime:
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
         self.coverage = GraphCoverage(len(units), self.tell)
         self.sync = True  # False inside zs.accumulate
-        self.waits = True  # False: a backward ends without its reductions, which `flush` waits for
         self.closed = False
         self.progress = Progress(config)
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
@@ -399,7 +398,7 @@ class Runtime:
             )
         take_part(self, None)
         self.account.ending()
-        if self.sync and self.waits:
+        if self.sync and self.reductions.waits:
             self.reduce_all()
         for unit in self.units:
             self._leave_backward(unit)

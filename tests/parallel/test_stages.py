@@ -1,0 +1,116 @@
+"""Cuts of a model into stages: by cost, as asked, with the names of the whole; what can not be cut is told."""
+
+import copy
+
+import pipeline_kit as kit
+import pytest
+import torch
+from torch import nn
+
+import zeroshard as zs
+from zeroshard.parallel.pipeline import stages_of
+from zeroshard.parallel.stages import cut_by_cost, cut_stages
+
+
+def test_the_costliest_stage_is_as_cheap_as_can_be():
+    assert cut_by_cost([3, 1, 1, 1, 3], 3) == [range(0, 1), range(1, 4), range(4, 5)]
+    assert cut_by_cost([1] * 6, 4) == [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    assert cut_by_cost([9, 1, 1], 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    costs = [5, 1, 4, 2, 2, 7, 1, 1, 3]
+    best = min(
+        max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a in range(1, len(costs) - 1) for b in range(a + 1, len(costs))
+    )
+    assert max(sum(costs[i] for i in part) for part in cut_by_cost(costs, 3)) == best
+
+
+def test_a_large_head_makes_its_stage_shorter_unless_it_weighs_nothing():
+    model = kit.model()
+    model.head = nn.Linear(16, 4096, bias=False)
+    blocks = [stage.pipeline_stage.blocks for stage in cut_stages(model, 2, [0, 1])]
+    assert blocks == [range(0, 3), range(3, 4)]
+    blocks = [stage.pipeline_stage.blocks for stage in cut_stages(model, 2, [0, 1], head_weight=0, embedding_weight=0)]
+    assert blocks == [range(0, 2), range(2, 4)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_stages_one_after_the_other_are_the_model_and_have_its_names(count):
+    model = kit.model(tied=True)
+    tokens = kit.batch(0, 0)[0]
+    stages = [copy.deepcopy(stage) for stage in cut_stages(model, count, range(count))]
+    hidden = tokens
+    for stage in stages:
+        hidden = stage(hidden)
+        assert isinstance(stage, type(model))
+    assert torch.equal(hidden, model(tokens))
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted({*dict(model.named_parameters()), *(["head.weight"] if count > 1 else [])})
+    assert [len(stage.pipeline_stage.ties) for stage in stages] == ([0] if count == 1 else [1] + [0] * (count - 2) + [1])
+
+
+def _transformers(name):
+    transformers = pytest.importorskip("transformers")
+    same = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**same, num_key_value_heads=2, intermediate_size=32),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=4, n_head=2, n_positions=16),
+        "mixtral": lambda: transformers.MixtralConfig(**same, num_key_value_heads=2, intermediate_size=32, num_local_experts=4),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**same, num_key_value_heads=2, intermediate_size=32, head_dim=8),
+        "bloom": lambda: transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=4, n_head=2),
+    }[name]()
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "gemma3", "bloom"])
+def test_models_of_transformers(name):
+    model, tokens = _transformers(name), kit.batch(0, 0)[0]
+    hidden = tokens
+    for stage in cut_stages(model, 3, range(3)):
+        hidden = stage(hidden)
+    assert torch.equal(hidden, model(tokens).logits)
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = kit.model()
+    (stage,) = cut_stages(model, 2, [1])
+    assert {name.split(".")[0] for name, _ in stage.named_parameters()} == {"blocks", "norm", "head"}
+    assert next(iter(stage.blocks.named_children()))[0] == "2"
+
+
+class _Crossed(nn.Module):
+    """Calls its second block first, or a shared module between blocks."""
+
+    def __init__(self, order, shared=False):
+        super().__init__()
+        self.embedding, self.shared = nn.Embedding(32, 16), nn.Linear(16, 16) if shared else None
+        self.blocks, self.order = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)), order
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for number in self.order:
+            x = self.blocks[number](x)
+            x = x if self.shared is None else self.shared(x)
+        return x @ self.embedding.weight.T if self.shared is None else x
+
+
+def test_what_can_not_be_cut_is_told():
+    with pytest.raises(zs.ConfigError, match="between 1 and 4 stages; the nearest is 4"):
+        cut_stages(kit.model(), 5, [0])
+    with pytest.raises(zs.ConfigError, match="cuts: expected the 1 blocks"):
+        cut_stages(kit.model(), 2, [0], cuts=["blocks.9"])
+    with pytest.raises(zs.ConfigError, match="no nn.ModuleList of blocks"):
+        cut_stages(nn.Linear(2, 2), 2, [0])
+    with pytest.raises(zs.ConfigError, match=r"calls the blocks \[1, 0\] in this order"):
+        cut_stages(_Crossed((1, 0)), 2, [0])
+    with pytest.raises(zs.ConfigError, match="embedding.weight of _Crossed is used by a forward that is not that of its module"):
+        cut_stages(_Crossed((0, 1)), 2, [0])
+    with pytest.raises(zs.ConfigError, match="shared.* is used between the blocks, by more than one stage"):
+        cut_stages(_Crossed((0, 1), shared=True), 2, [0])
+    assert [stage.pipeline_stage.blocks for stage in cut_stages(kit.model(), 2, [0, 1], cuts=["blocks.1"])] == [range(0, 1), range(1, 4)]
+
+
+def test_which_stages_a_rank_has():
+    assert [stages_of(rank, 2, 2, "interleaved1f1b") for rank in range(2)] == [[0, 2], [1, 3]]
+    assert [stages_of(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]
+    with pytest.raises(zs.ConfigError, match="3 stages a rank with schedule ZBVZeroBubble"):
+        stages_of(0, 2, 3, "ZBVZeroBubble")
