@@ -82,7 +82,8 @@ def _places(first: int, last: int, part: Part | None) -> Tensor:
     if part is None:
         return at
     places, stride = torch.zeros_like(at), 1
-    for size, offset, extent in reversed([*zip(part.extents, part.box.offsets, part.whole_shape, strict=True)]):
+    flat = part.unpacked
+    for size, offset, extent in reversed([*zip(flat.extents, flat.box.offsets, flat.whole_shape, strict=True)]):
         places += (at % size + offset) * stride
         at, stride = at // size, stride * extent
     return places

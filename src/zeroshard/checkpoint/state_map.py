@@ -151,7 +151,7 @@ def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: 
 def _first(group: ParamGroup, index: int) -> bool:
     """Whether this rank writes what a parameter has once: the rank with its first element (rank 0 if it has none)."""
     home, numel, part = group.homes[index], math.prod(group.specs[index].shape), group.specs[index].part
-    if part is not None and any(part.box.offsets):
+    if part is not None and any(part.unpacked.box.offsets):
         return False
     return group.comm.rank == 0 if numel == 0 else home.start == 0 and home.stop > 0
 
