@@ -56,13 +56,13 @@ def sent_by(nodes: ProxiedNodes, node: int) -> int:
 def test_each_way_has_the_bandwidth_and_its_own_counter(joined):
     nodes, caller, called = joined
     least = (NBYTES - burst_nbytes(RATE)) * 8 / RATE
-    took = both_ways(caller, called)
-    assert least < took < 1.9 * least, (took, least)  # one after the other would take twice as long
+    took = [both_ways(caller, called) for _ in range(2)]
+    assert least < min(took) < 1.9 * least, (took, least)  # one way after the other would take twice as long
     caller.sendall(b"abc")
     receive(called, 3)
-    assert (sent_by(nodes, 0), sent_by(nodes, 1)) == (NBYTES, NBYTES + 3)
+    assert (sent_by(nodes, 0), sent_by(nodes, 1)) == (2 * NBYTES, 2 * NBYTES + 3)
     pickle.loads(pickle.dumps(nodes)).shape(100 * RATE)  # by a rank
-    assert both_ways(caller, called) < least / 2
+    assert min(both_ways(caller, called) for _ in range(2)) < least / 2
 
 
 def test_what_was_sent_arrives_before_the_end_of_the_connection(joined):

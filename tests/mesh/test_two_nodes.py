@@ -1,6 +1,6 @@
 """Real nodes: two network namespaces with a link, two ranks in each. What goes over the link is what its device counts.
 
-Skipped, with the reason, where the machine lets us make no namespaces. `zeroshard bench --sections network` has the times;
+Where the machine lets us make no namespaces a proxy joins the nodes (test_proxied_nodes). `zeroshard bench --sections network` has the times;
 ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
@@ -294,6 +294,14 @@ def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
 
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def test_without_the_programs_that_make_namespaces_it_measures_through_a_proxy(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    measured = []
+    monkeypatch.setattr(network, "measure", lambda plan: measured.append(plan.proxied))
+    network.run(network.Plan())
+    assert measured == [True] and why_not() == "no program `ip` (iproute2, util-linux)"
 
 
 def test_bandwidths_are_written_as_networks_are():

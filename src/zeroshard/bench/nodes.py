@@ -11,6 +11,7 @@ It takes root, or a user namespace whose root one is: `in_user_namespace`. Where
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -88,7 +89,7 @@ class Nodes:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)  # with its end of the link
+            _delete(name)
 
 
 def burst_nbytes(rate_bits_per_s: float) -> int:
@@ -101,7 +102,13 @@ def _sweep() -> None:
     for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
         owner, _, _ = name.removeprefix(_PREFIX).partition("-")
         if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            _delete(name)
+
+
+def _delete(name: str) -> None:
+    """A namespace with its end of the link, if there is one."""
+    with contextlib.suppress(NodesUnavailable):
+        _run("ip", "netns", "del", name)
 
 
 def why_not() -> str | None:
