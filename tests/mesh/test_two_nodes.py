@@ -1,7 +1,7 @@
 """Real nodes: two network namespaces with a link, two ranks in each. What goes over the link is what its device counts.
 
-Where the machine lets us make no namespaces a proxy joins the nodes (test_proxied_nodes). `zeroshard bench --sections network` has the times;
-ZEROSHARD_SLOW=1: each failure in each of the ways.
+Where the machine lets us make no namespaces a proxy joins the nodes (test_proxied_nodes). `zeroshard bench --sections
+network` has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
 import os
