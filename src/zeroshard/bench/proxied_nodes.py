@@ -12,7 +12,8 @@ own node where they are; to node 1, ranks of node 0 are at 0.0.0.0, the lowest a
 port; to node 0, ranks of node 1 are at 255.255.255.255, the highest, so that it waits. No privilege is needed, and nothing
 of torch is replaced. The store itself and the desks of failures go beside the proxy: they carry nothing of a step.
 
-The proxy is a thread of the process that opened the nodes: it takes some of a core, which namespaces do not (docs/log.md).
+The proxy is a thread of the process that opened the nodes. Beside namespaces it takes an eighth of a core at 200 Mbit/s, and
+fills the link where TCP reaches 92% of what `tc` lets through: steps are up to a tenth shorter (docs/log.md).
 """
 
 from __future__ import annotations
