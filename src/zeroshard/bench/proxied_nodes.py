@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import socket
 import struct
@@ -41,7 +42,6 @@ _LENGTH, _IPV4 = struct.Struct("@Q"), struct.Struct("@H2s4s")  # a length; famil
 _STORAGE_NBYTES = 128  # struct sockaddr_storage
 _LOWEST, _HIGHEST = bytes(4), b"\xff" * 4
 _entered: list[ProxiedNodes] = []  # the nodes of which the calling process is a rank
-_kept: list[dist.Store] = []  # C++ holds such a store, but not the Python half of it
 
 
 class ProxiedNodes:
@@ -118,7 +118,7 @@ class _Readdressed(dist.Store):
     def __init__(self, store: dist.Store, nodes: ProxiedNodes) -> None:
         super().__init__()
         self._store, self._nodes = store, nodes
-        _kept.append(self)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # C++ holds such a store but not its Python half, even at exit
 
     def set(self, key: str, value: bytes) -> None:
         self._store.set(key, marked(value, self._nodes.node))
