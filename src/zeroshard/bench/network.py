@@ -288,7 +288,7 @@ def sheet(result: Crossing) -> Sheet:
         ("MB: what left a node in a step, by its device's counter; of M: over the bytes of all parameters in fp32.", PLAIN),
     ]
     if result.proxied:
-        notes.append(("a proxy joins the nodes: its counters see no headers; steps are up to a tenth shorter than by `tc`", PLAIN))
+        notes.append(("a proxy joins the nodes: no headers in MB, and steps are up to a tenth shorter than over `tc`", PLAIN))
     if not result.losses_agree:
         notes.append(("losses of what sends everything plain differ", WARNING))
     title = f"Two nodes of two ranks, {result.bandwidth / 1e6:.0f} Mbit/s between them, {result.numel / 1e6:.1f}M parameters"
