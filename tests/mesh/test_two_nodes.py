@@ -1,7 +1,7 @@
 """Real nodes: two network namespaces with a link, two ranks in each. What goes over the link is what its device counts.
 
-Skipped, with the reason, where the machine lets us make no namespaces. `zeroshard bench --sections network` has the times;
-ZEROSHARD_SLOW=1: each failure in each of the ways.
+Where the machine lets us make no namespaces a proxy joins the nodes (test_proxied_nodes). `zeroshard bench --sections
+network` has the times; ZEROSHARD_SLOW=1: each failure in each of the ways.
 """
 
 import os
@@ -15,7 +15,8 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.bench import network
-from zeroshard.bench.nodes import Nodes, sent_nbytes, why_not
+from zeroshard.bench.nodes import Nodes, why_not
+from zeroshard.bench.proxied_nodes import ProxiedNodes
 from zeroshard.launch import run_processes
 from zeroshard.memory import pool
 
@@ -35,18 +36,25 @@ WAYS = {
 }
 
 
+REFUSED = why_not()
+
+
 @pytest.fixture(scope="module")
 def nodes():
-    if (why := why_not()) is not None:
-        pytest.skip(f"no network namespaces: {why}")  # hops over gloo on one host are in test_mesh_processes
-    with Nodes(rate_bits_per_s=10e9) as found:
+    with (Nodes if REFUSED is None else ProxiedNodes)(rate_bits_per_s=10e9) as found:
         yield found
 
 
-def start(nodes: Nodes, rank: int, of: int = RANKS_HERE, here: int = RANKS_HERE) -> None:
+@pytest.fixture(scope="module")
+def proxied():
+    with ProxiedNodes(rate_bits_per_s=10e9) as found:
+        yield found
+
+
+def start(nodes: Nodes | ProxiedNodes, rank: int, of: int = RANKS_HERE, here: int = RANKS_HERE) -> None:
     nodes.enter(rank // of, here)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=nodes.init_method)
 
 
 class Net(nn.Module):
@@ -90,7 +98,7 @@ def sharded(net: nn.Module, **options):
 # -- numbers and bytes -----------------------------------------------------------------------------------------------
 
 
-def crossing(rank: int, ranks: int, nodes: Nodes):
+def crossing(rank: int, ranks: int, nodes: Nodes | ProxiedNodes):
     """By way: losses, bytes of this node over the link in a step, the formula of this rank, and notes."""
     start(nodes, rank)
     found = {}
@@ -98,18 +106,19 @@ def crossing(rank: int, ranks: int, nodes: Nodes):
         model, optimizer = sharded(Net(), **options)
         losses = train(model, optimizer, rank, 1)
         dist.barrier()
-        before = sent_nbytes()
+        before = nodes.sent_nbytes()
         losses += train(model, optimizer, rank, 3)
         dist.barrier()
         report = zs.report(model)
-        found[name] = losses, (sent_nbytes() - before) / 3, report.theory_between_nbytes_per_step
+        found[name] = losses, (nodes.sent_nbytes() - before) / 3, report.theory_between_nbytes_per_step
         zs.close(model)
     return found
 
 
 @pytest.mark.processes
-def test_each_byte_crosses_once_for_a_node_and_losses_are_those_of_one_hop(nodes):
-    ranks = run_processes(crossing, 4, nodes)
+@pytest.mark.parametrize("joined", ["nodes", "proxied"] if REFUSED is None else ["proxied"])
+def test_each_byte_crosses_once_for_a_node_and_losses_are_those_of_one_hop(joined, request):
+    ranks = run_processes(crossing, 4, request.getfixturevalue(joined))
     for name, (options, parts) in WAYS.items():
         plain = "zero_quantized_weights" not in options
         for rank, found in enumerate(ranks):
@@ -186,7 +195,7 @@ def offloaded(rank: int, disk: str) -> None:
 CASES = (ragged, many_gathers, uneven_data, evaluation_and_several_models, offloaded)
 
 
-def go_on(rank: int, ranks: int, nodes: Nodes, disk: str):
+def go_on(rank: int, ranks: int, nodes: Nodes | ProxiedNodes, disk: str):
     """Seconds of each case."""
     start(nodes, rank)
     pool._LONGEST_S = 0.3  # who waits for a rank that left layers out takes further memory sooner
@@ -206,7 +215,7 @@ def test_nobody_waits_in_a_circle(nodes, disk):
         assert list(took) == [case.__name__ for case in CASES]
 
 
-def unequal(rank: int, ranks: int, nodes: Nodes):
+def unequal(rank: int, ranks: int, nodes: Nodes | ProxiedNodes):
     start(nodes, rank, here=2 if rank < 2 else 1)
     model, optimizer = sharded(Net())
     return train(model, optimizer, rank, 2), zs.report(model).deviations
@@ -233,7 +242,7 @@ def dawdle_in_the_tokenizer():
     time.sleep(2.5 * STALL_S)
 
 
-def fail(rank: int, ranks: int, nodes: Nodes, culprit: int, what, options: dict):
+def fail(rank: int, ranks: int, nodes: Nodes | ProxiedNodes, culprit: int, what, options: dict):
     """(class, rank, text, seconds) of what this library raised here; other exceptions end the rank."""
     start(nodes, rank)
     model, optimizer = sharded(Net(), **options | {"stall_timeout_s": STALL_S})
@@ -285,6 +294,14 @@ def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
 
 
 # -- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def test_without_the_programs_that_make_namespaces_it_measures_through_a_proxy(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    measured = []
+    monkeypatch.setattr(network, "measure", lambda plan: measured.append(plan.proxied))
+    network.run(network.Plan())
+    assert measured == [True] and why_not() == "no program `ip` (iproute2, util-linux)"
 
 
 def test_bandwidths_are_written_as_networks_are():

@@ -48,7 +48,7 @@ SECTIONS = {  # in the order in which they are run
     "codecs": "quantization on the host beside memory copies",
     "disk": "the file engine beside dd and fio",
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
-    "network": "two nodes of two ranks, in namespaces, with a slow link between them",
+    "network": "two nodes of two ranks with a slow link between them",
     "gpu": "one GPU: each tier, and the largest models",
 }
 QUICK_SECTIONS = ("cpu", "host", "gpu")

@@ -6,11 +6,12 @@
 
 Ranks of one node share memory, as on one host; between nodes there is only the link, whose counters see every byte. The
 names are this process's own, and nothing is left of them at the end (of a process that was killed: until the next begins).
-It takes root, or a user namespace whose root one is: `in_user_namespace`.
+It takes root, or a user namespace whose root one is: `in_user_namespace`. Where both are refused: proxied_nodes.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import secrets
@@ -33,6 +34,8 @@ class NodesUnavailable(RuntimeError):
 
 class Nodes:
     """Two namespaces and their link, while the context is open. To ranks it is passed as it is."""
+
+    init_method = "env://"  # of torch.distributed.init_process_group, once a rank has entered
 
     def __init__(self, rate_bits_per_s: float) -> None:
         self.rate_bits_per_s = rate_bits_per_s
@@ -60,8 +63,8 @@ class Nodes:
     def shape(self, rate_bits_per_s: float) -> None:
         """From now on the link has this bandwidth, each way."""
         self.rate_bits_per_s = rate_bits_per_s
-        burst = max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
-        bucket = ("tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", f"{burst}b", "latency", _QUEUE)
+        burst = f"{burst_nbytes(rate_bits_per_s)}b"
+        bucket = ("tbf", "rate", f"{rate_bits_per_s:.0f}bit", "burst", burst, "latency", _QUEUE)
         for name in self.names:
             _run("tc", "-n", name, "qdisc", "replace", "dev", DEVICE, "root", *bucket)
 
@@ -76,9 +79,22 @@ class Nodes:
                 raise OSError(ctypes.get_errno(), f"setns to {self.names[node]}")
         os.environ |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": DEVICE, "LOCAL_WORLD_SIZE": str(ranks_here)}
 
+    def sent_nbytes(self) -> int:
+        """What has left the node of the calling process over the link so far, headers included."""
+        for line in Path("/proc/self/net/dev").read_text().splitlines():
+            device, _, counters = line.partition(":")
+            if device.strip() == DEVICE:
+                return int(counters.split()[8])
+        raise NodesUnavailable(f"this process is on no node: it has no device {DEVICE}")
+
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)  # with its end of the link
+            _delete(name)
+
+
+def burst_nbytes(rate_bits_per_s: float) -> int:
+    """What may leave a node at once after a pause."""
+    return max(_LEAST_BURST_NBYTES, int(rate_bits_per_s / 8 * _BURST_S))
 
 
 def _sweep() -> None:
@@ -86,16 +102,13 @@ def _sweep() -> None:
     for name in os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ():
         owner, _, _ = name.removeprefix(_PREFIX).partition("-")
         if name.startswith(_PREFIX) and owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            _delete(name)
 
 
-def sent_nbytes() -> int:
-    """What has left the node of the calling process over the link so far, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        device, _, counters = line.partition(":")
-        if device.strip() == DEVICE:
-            return int(counters.split()[8])
-    raise NodesUnavailable(f"this process is on no node: it has no device {DEVICE}")
+def _delete(name: str) -> None:
+    """A namespace with its end of the link, if there is one."""
+    with contextlib.suppress(NodesUnavailable):
+        _run("ip", "netns", "del", name)
 
 
 def why_not() -> str | None:
@@ -112,9 +125,19 @@ def in_user_namespace(command: Sequence[str]) -> list[str]:
     return [*_AS_ROOT, *command]
 
 
+def user_namespace_refused() -> str | None:
+    """As `why_not`, in a user namespace: the same three programs there, without Python, which takes seconds to begin."""
+    bucket = f"tc -n x qdisc replace dev {DEVICE} root tbf rate 1gbit burst {_LEAST_BURST_NBYTES} latency {_QUEUE}"
+    try:
+        _run(*in_user_namespace(["sh", "-c", f"ip netns add x && ip -n x link add {DEVICE} type veth && {bucket}"]))
+        return None
+    except NodesUnavailable as error:
+        return str(error)
+
+
 def _run(*command: str) -> None:
     if shutil.which(command[0]) is None:
-        raise NodesUnavailable(f"no program `{command[0]}` (iproute2)")
+        raise NodesUnavailable(f"no program `{command[0]}` (iproute2, util-linux)")
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -34,8 +34,12 @@ def host_identity() -> tuple[str, str]:
 
 
 def node_identity() -> tuple[str, ...]:
-    """As `host_identity`, for processes that reach each other's abstract sockets as well: of one network namespace."""
+    """As `host_identity`, for processes that reach each other's abstract sockets as well: of one network namespace.
+
+    Who wants several nodes on one host gives ZEROSHARD_NODE, a name, to the ranks of each.
+    """
+    place = *host_identity(), os.environ.get("ZEROSHARD_NODE", "")
     try:
-        return (*host_identity(), os.readlink("/proc/self/ns/net"))
+        return *place, os.readlink("/proc/self/ns/net")
     except OSError:
-        return host_identity()
+        return place
