@@ -213,6 +213,9 @@ class Pipeline:
             return str(error)
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
             return f"micro_batches: expected a whole number of at least 1, got {self.micro_batches!r}."
+        if self.micro_batches < self.ranks * len(self.stages) and schedule.lower() != "gpipe":
+            least = self.ranks * len(self.stages)
+            return f"{self.micro_batches} micro-batches for {least} stages: {schedule} needs at least {least}. GPipe takes fewer."
         places = [getattr(stage, "pipeline_stage", None) for stage in self.stages]
         count = self.ranks * len(self.stages)
         if any(place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)):

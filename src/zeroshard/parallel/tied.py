@@ -28,7 +28,7 @@ class TiedParameters:
 
     def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup) -> None:
         """Collective: values become those of the lowest stage that has them."""
-        self.group, self.comm = group, runtime_of(stages[0]).comm
+        self.group = group
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
@@ -59,9 +59,6 @@ class TiedParameters:
                 value = self._pass(value, held.get(number), first[1], rank)
             if number in held:
                 value_of(_param(held[number])).set_full(value)
-            else:  # of ranks that see each other's memory all meet before and after a write, whoever writes
-                self.comm.fence_write(synchronised=True)
-                self.comm.fence_read()
 
     def _pass(self, value: Tensor | None, copy: tuple[ParamGroup, int] | None, source: int, target: int) -> Tensor | None:
         if value is not None:
