@@ -109,11 +109,10 @@ def _shard(
     topology.check(config, group, axes.parts)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
-    stored = open_weights(group, weights, model, specs) if weights is not None else {}
-    found = streaming.check(model, specs, stored) if weights is not None else {}
+    stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
     meta_names = {s.name for s in specs if s.original.is_meta}
     _agree(model, specs, group, skip_parameters=weights is not None)
-    comms = Topology.flat(group, peers, world, axes.places)
+    comms = Topology.flat(group, peers, world, axes.places, axes.stages)
     local.keep()
     runtime = _build(model, optimizer, config, comms, specs, axes.parts)
     undefined = init_context.materialise_buffers(model, device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
+from ..checkpoint.stages import Stages
 from ..checkpoint.state_map import collect
 from ..zero.runtime import runtime_of
 
@@ -43,7 +44,8 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
         return lambda: saving.stall_seconds, saving.wait
 
     def states() -> list[Tensor]:
-        contents = collect(runtime_of(model), optimizer.core, frozen=True)  # type: ignore[attr-defined]
+        runtime, core = runtime_of(model), optimizer.core  # type: ignore[attr-defined]
+        contents = collect(runtime, core, frozen=True, names=Stages(runtime, core, [None] * runtime.world.world_size))
         ends = [begin + place.stop - place.start for begin, place in zip(contents.begins, contents.places, strict=True)]
         return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
 

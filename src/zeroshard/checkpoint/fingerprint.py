@@ -7,12 +7,15 @@ precision is known again. (Rounding twice is not rounding once: float32 values i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..offload.storage import Rest
+from ..tensor.tiled_parameter import Part
+from ..zero.unit import ParamGroup
 
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,22 +47,50 @@ class Identity:
         return self.half == other.half if as_half else self.rounded == other.rounded
 
 
+def identities(parameters: Iterable[tuple[ParamGroup, int]]) -> dict[str, Identity]:
+    """Of this rank's slices, by name, for all ranks to add up: a tile is known by itself, a shard over model axes by the whole."""
+    found = {}
+    for group, index in parameters:
+        home, spec, part = group.homes[index], group.specs[index], group.specs[index].part
+        if not group.counts:  # another rank has the same
+            continue
+        name = spec.whole_name
+        if spec.distribution is None and part is not None:
+            name, part = f"{name}[{part.dim}:{part.start}:{part.stop}]", None
+        shape = spec.shape if part is None else part.whole_shape
+        found[name] = identify(group.values.rest, home.begin, home.start, home.stop, shape, part)
+    return found
+
+
 @torch.no_grad()
-def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...]) -> Identity:
-    """Of elements [start, stop) of a parameter, which are those from `begin` on of `source`."""
+def identify(source: Rest, begin: int, start: int, stop: int, shape: tuple[int, ...], part: Part | None = None) -> Identity:
+    """Of elements [start, stop) of a parameter, or of a part of one, which are those from `begin` on of `source`."""
     exact = rounded = half = 0
     for first in range(start, stop, _CHUNK_NUMEL):
         last = min(first + _CHUNK_NUMEL, stop)
         values = source.host(begin + first - start, begin + last - start)
-        exact += _sum(values, first)
-        rounded += _sum(values.to(torch.bfloat16), first)
-        half += _sum(values.to(torch.float16), first)
+        places = _places(first, last, part).mul_(_SPREAD)  # wraps around
+        exact += _sum(values, places)
+        rounded += _sum(values.to(torch.bfloat16), places)
+        half += _sum(values.to(torch.float16), places)
     return Identity(str(source.dtype), list(shape), *(f"{total % 2**64:016x}" for total in (exact, rounded, half)))
 
 
-def _sum(values: Tensor, first: int) -> int:
+def _places(first: int, last: int, part: Part | None) -> Tensor:
+    """Where elements [first, last) of a flattened part are in the flattened whole, (last - first,)."""
+    at = torch.arange(first, last, device="cpu")
+    if part is None:
+        return at
+    places, stride = torch.zeros_like(at), 1
+    for size, offset, extent in reversed([*zip(part.extents, part.box.offsets, part.whole_shape, strict=True)]):
+        places += (at % size + offset) * stride
+        at, stride = at // size, stride * extent
+    return places
+
+
+def _sum(values: Tensor, places: Tensor) -> int:
     bits = values.contiguous().view(_BITS[values.itemsize]).long()
-    mixed = (bits + 1) * _POSITION + torch.arange(first, first + len(bits), device="cpu").mul_(_SPREAD)  # wraps around
+    mixed = (bits + 1) * _POSITION + places
     mixed ^= mixed >> 29
     mixed *= _MIX
     mixed ^= mixed >> 32

@@ -11,7 +11,6 @@ is verified before (ranks share the files), and slices are read into place some 
 from __future__ import annotations
 
 import os
-import random
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from ..comm.codec import exchange_values
@@ -39,7 +37,6 @@ from ..offload.storage import Rest
 from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
-from ..tensor.tiled_parameter import part_of
 from ..utils.host import ranks_here
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
@@ -47,7 +44,7 @@ from . import directory as places
 from . import module_state, safetensors
 from . import state_map as holding
 from .bulk_reader import Bulk
-from .fingerprint import Identity, identify
+from .fingerprint import Identity, identities
 from .heartbeat import raise_first, telling
 from .manifest import Manifest
 from .read_buffers import Room
@@ -55,6 +52,7 @@ from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
 from .saving import check_idle, core_of, saver_of
 from .source import Opened, name_left_out
+from .stages import Stages
 from .user_state import check_named, slices_of
 
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
@@ -124,39 +122,40 @@ def load(
             return load(path, model, optimizer, extra=extra, name=name, verify=verify, rng=rng, trusted=trusted, strict=strict)
     runtime, wanted = runtime_of(model), extra or {}
     runtime.attendance.refuse("zs.load")
-    core = _agree(runtime, path, optimizer, name, verify, strict, wanted)
+    stages = _agree(runtime, path, optimizer, name, verify, strict, wanted)
     await_save(runtime)
-    loading, extras = _put(runtime, core, path, name, verify, trusted, strict, wanted)
-    how = agreed(runtime.comm, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
+    loading, extras = _put(runtime, stages, path, name, verify, trusted, strict, wanted)
+    how = agreed(runtime.world, "zs.load: done", lambda: loading.finish(wanted, extras, rng))
     return Loaded(loading.opened.path, loading.opened.step, loading.opened.facts, extras, how)
 
 
 def _put(
-    runtime: Runtime, core: OptimizerCore | None, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
+    runtime: Runtime, stages: Stages, path: Any, name: str | None, verify: bool | str, trusted: bool, strict: bool,
     wanted: dict[str, Any],
 ) -> tuple[_Loading, dict[str, Any]]:  # fmt: skip
     """Find, compare, and put into place; what is there of `wanted`."""
+    world, mesh = runtime.world, runtime.topology.mesh
     for looks in range(LOOKS, 0, -1):
         with ExitStack() as held:
-            in_bulk = partial(_bulk_of, held, runtime, core) if verify is True else None
-            opened = open_any(runtime.comm, path, name, verify=bool(verify), trusted=trusted, in_bulk=in_bulk)
-            loading = _Loading(runtime, core, opened, strict)
+            in_bulk = partial(_bulk_of, held, runtime, stages.core) if verify is True else None
+            opened = open_any(world, path, name, verify=bool(verify), trusted=trusted, in_bulk=in_bulk, mesh=mesh)
+            loading = _Loading(runtime, stages, opened, strict)
             try:
-                extras = agreed(runtime.comm, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
+                extras = agreed(world, "zs.load: comparing", partial(loading.compare, wanted), opened.path)
                 loading.check_base()
                 loading.put()
                 return loading, extras
             except CheckpointError:  # a run that goes on may have removed it meanwhile: all that was put into place is put again
-                if looks == 1 or runtime.comm.failure is not None or not removed(runtime.comm, path, opened.path):
+                if looks == 1 or world.failure is not None or not removed(world, path, opened.path):
                     raise
     raise AssertionError("the last look returns or raises")
 
 
 def _agree(
     runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any
-) -> OptimizerCore | None:
-    """All ranks ask for the same, and for what can be; the optimizer's core (collective)."""
-    core, mine, problem = None, {}, None
+) -> Stages:
+    """All ranks ask for the same, and for what can be; the model's stages (collective)."""
+    core, mine, telling_stages, problem = None, {}, None, None
     try:
         core = core_of(runtime, optimizer, "zs.load")
         check_idle(runtime, "zs.load")
@@ -166,16 +165,17 @@ def _agree(
             raise ConfigError(f"zs.load: verify: expected True, 'before' or False, got {verify!r}.")
         given, named = None if optimizer is None else "given", None if name is None else os.fspath(name)
         mine = {"path": places.absolute(path), "optimizer": given, "name": named, "verify": verify, "strict": bool(strict)}
+        telling_stages = Stages.tell(runtime, core)
     except Exception as error:
-        problem = telling(error, "zs.load", runtime.comm.rank)
-    everyone = exchange_values(runtime.comm, (problem, mine), "zs.load: begin")
-    raise_first([theirs for theirs, _ in everyone], runtime.comm.rank, problem)
+        problem = telling(error, "zs.load", runtime.world.rank)
+    everyone = exchange_values(runtime.world, (problem, mine, telling_stages), "zs.load: begin")
+    raise_first([theirs for theirs, *_ in everyone], runtime.world.rank, problem)
     first = everyone[0][1]
-    for rank, (_, other) in enumerate(everyone):
+    for rank, (_, other, _) in enumerate(everyone):
         if other != first:
             what = [f"{key}: {first[key]!r} and {value!r}" for key, value in other.items() if value != first[key]]
             raise ConfigError(f"zs.load: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
-    return core
+    return Stages(runtime, core, [told for *_, told in everyone])
 
 
 def await_save(runtime: Runtime) -> None:
@@ -192,8 +192,8 @@ def _bulk_of(held: ExitStack, runtime: Runtime, core: OptimizerCore | None, fold
     """What reads tensors of a checkpoint of ours, and has begun to where this rank's are probably those of one file."""
     held.close()  # what was begun with a checkpoint that has been removed since gives its buffers back
     bulk = held.enter_context(Bulk(folder, manifest, Room(saver_of(runtime).ring)))
-    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.comm.world_size:
-        bulk.ahead(folder / manifest.files[runtime.comm.rank].name)
+    if _all_wanted(runtime, core, manifest) and manifest.facts["world_size"] == runtime.world.world_size:
+        bulk.ahead(folder / manifest.files[runtime.world.rank].name)
     return bulk
 
 
@@ -207,9 +207,9 @@ def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest
 class _Loading:
     """One load on one rank."""
 
-    def __init__(self, runtime: Runtime, core: OptimizerCore | None, opened: Opened, strict: bool) -> None:
-        self.runtime, self.core, self.opened, self.strict = runtime, core, opened, strict
-        self.comm = runtime.comm
+    def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
+        self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
+        self.comm = runtime.world
         self.prefixes = safetensors.prefixes_of(runtime.model)
         self.aliases: dict[str, str] = {}  # another name of a parameter -> its name
         self.found: dict[str, Stored] = {}  # parameter -> where it is stored
@@ -227,18 +227,18 @@ class _Loading:
         """Raise where the checkpoint does not fit; the saved extras."""
         missing, mismatched, untied, used = [], [], [], set()
         self._fit()
-        model = self.opened.model
+        model, several = self.opened.model, self._by_stages or not self.opened.ours  # tied ones may be stored twice
+        mine = self.runtime.comm.rank, self.runtime.comm.world_size
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 spec = group.specs[index]
                 names = [n for n in dict.fromkeys((name, *safetensors.names_of(self.prefixes, spec))) if n in model]
-                shape = tuple(spec.shape if part is None else part.shape)
+                shape = spec.whole_shape
                 if names:
-                    used.update(names[:1] if self.opened.ours else names)
+                    used.update(names if several else names[:1])
                     mismatched += [f"{n}: saved {model[n].shape}, wanted {shape}" for n in names if model[n].shape != shape]
-                    others = [] if self.opened.ours else names[1:]
                     untied += [f"  untied: {n}: saved with other values than {names[0]}, to which the model ties it"
-                               for n in others if differ(model[names[0]], model[n], self.comm.rank, self.comm.world_size)]  # fmt: skip
+                               for n in (names[1:] if several else ()) if differ(model[names[0]], model[n], *mine)]  # fmt: skip
                     self.found[spec.name] = model[names[0]].cut(part)
                 elif not group.trainable and self.opened.trained_only:
                     self.left_out.append((group, index))
@@ -257,15 +257,13 @@ class _Loading:
 
     def _fit(self) -> None:
         """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
-        names = {name for group in self.runtime.groups for name, _ in holding.names_of_group(group)}
+        if self._by_stages or not self.opened.ours:
+            for spec in (spec for group in self.runtime.groups for spec in group.specs):
+                self.aliases |= {name: spec.whole_name for name in safetensors.names_of(self.prefixes, spec)}
+                self.aliases.pop(spec.whole_name, None)
+        self.opened.fit(self.stages.names)
         if self.opened.ours:
-            self.opened.fit(names | module_state.names_of_others(self.runtime.model))
             return
-        for group in self.runtime.groups:
-            for spec, (name, _) in zip(group.specs, holding.names_of_group(group), strict=True):
-                self.aliases |= {alias: name for alias in safetensors.names_of(self.prefixes, spec) if alias != name}
-                self.aliases.pop(name, None)
-        self.opened.fit(names | self.aliases.keys() | module_state.names_of_others(self.runtime.model))
         module_state.read_objects(self.runtime.model, self.opened, self.comm.rank)
 
     def _compare_buffers(self, missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
@@ -275,7 +273,7 @@ class _Loading:
             stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in safetensors.names_of_expanded(self.runtime.model)]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
         problems = module_state.compare(self.runtime.model, model, missing, mismatched, used)
-        same = {first for alias, first in ties.items() if alias in used} | ties.keys()
+        same = {first for alias, first in ties.items() if alias in used} | ties.keys() | (self.stages.names if self.stages.several else set())
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
         missing, unexpected = (missing, unexpected) if self.strict else ([], [])
         known = [entry.split(" ")[0] for entry in unexpected]
@@ -293,19 +291,29 @@ class _Loading:
         if saved is not None and own != saved:
             return [f"  optimizer: saved {saved}, wanted {own}: load it with optimizer=None to take the model alone"]
         self.groups = self.opened.groups
-        present = holding.param_groups(self.runtime, self.core)
+        present = self.stages.groups()
         if len(self.groups) != len(present):
             return [f"  optimizer: saved {len(self.groups)} parameter groups, wanted {len(present)}"]
         problems = [] if self.opened.ours else self._name_members(present)
         if problems:
             return problems
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
-            differing = sorted(set(map(str, given["params"])) ^ set(mine["params"]))
+            differing = sorted({self._one(str(name)) for name in given["params"]} ^ {self._one(name) for name in mine["params"]})
             if differing:
                 problems.append(f"  optimizer group {number}: {len(differing)} members differ, first {', '.join(differing[:5])}")
         if problems:
             problems[-1] += ": load it with optimizer=None to take the model alone"
         return problems or self._find_states()
+
+    @property
+    def _by_stages(self) -> bool:
+        """Whether it was saved, or is to be loaded, by stages of a pipeline, which keep copies of what one process ties."""
+        saved = self.opened.facts.get("mesh") if self.opened.ours else None
+        return self.stages.several or (saved is not None and len(saved["stages"]) > 1)
+
+    def _one(self, name: str) -> str:
+        """The name under which the state of one that is tied is stored, or is to be."""
+        return self.opened.ties.get(name, self.aliases.get(name, name)) if self._by_stages else name
 
     def _name_members(self, present: list[dict[str, Any]]) -> list[str]:
         """Foreign groups may number their members, or use other names of tied ones; other kinds of optimizers."""
@@ -317,6 +325,8 @@ class _Loading:
                 told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
             numbered = [member for member in given["params"] if isinstance(member, int)]
+            if numbered and self.stages.several:
+                return ["  optimizer: it numbers its parameters, and no stage of a pipeline knows its own numbers: load it without stages, zs.save"]
             if numbered and len(given["params"]) != len(mine["params"]):
                 return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
             names |= dict(zip(numbered, mine["params"], strict=False))
@@ -335,7 +345,7 @@ class _Loading:
         for group in self.runtime.groups:
             for index, (name, part) in enumerate(holding.names_of_group(group)):
                 state = SavedState()
-                for key, stored in entries.get(name, {}).items():
+                for key, stored in (entries.get(name) or entries.get(self._one(name), {})).items():
                     if not _is_stored(stored):
                         state.scalars[key] = stored
                     elif key in counters or stored.shape != self._shape(name):
@@ -360,7 +370,7 @@ class _Loading:
             saved = self.opened.slices.get(name, {})
             for group, rest in shards:
                 for index, (param, part) in enumerate(holding.names_of_group(group)):
-                    stored, shape = saved.get(param), tuple(group.specs[index].shape if part is None else part.shape)
+                    stored, shape = saved.get(param), group.specs[index].whole_shape
                     if stored is None or stored.shape != shape:
                         problems.append(f"  extra {name}: {param}: saved {stored.shape if stored else 'nothing'}, wanted {shape}")
                         continue
@@ -374,14 +384,13 @@ class _Loading:
 
     def check_base(self) -> None:
         """The parameters that the checkpoint leaves out are those that it was saved with (collective)."""
-        mine = agreed(self.comm, "zs.load: base model", self._identities, self.opened.path)
+        mine = agreed(self.comm, "zs.load: base model", partial(identities, self.left_out), self.opened.path)
         told = exchange_values(self.comm, {key: list(vars(each).values()) for key, each in mine.items()}, "zs.load: base models")
-        everyone = [{key: Identity(*fields) for key, fields in other.items()} for other in told]
+        totals: dict[str, Identity] = {}
+        for key, fields in (item for other in told for item in other.items()):
+            totals[key] = totals[key] + Identity(*fields) if key in totals else Identity(*fields)
         differing = []
-        for key in mine:
-            total = everyone[0][key]
-            for other in everyone[1:]:
-                total = total + other[key]
+        for key, total in totals.items():
             saved = self.opened.frozen.get(key)
             if saved is None and not self.strict:
                 continue
@@ -392,19 +401,8 @@ class _Loading:
         if differing:
             raise BaseModelMismatch(
                 f"{self.opened.path} holds trained parameters of another base model; nothing was changed. {len(differing)} of "
-                f"{len(mine)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
+                f"{len(totals)} parameters that it leaves out differ (fingerprints): {'; '.join(differing[:5])}"
             )
-
-    def _identities(self) -> dict[str, Identity]:
-        """Of this rank's slices of the parameters that are left out, by name."""
-        mine = {}
-        for group, index in self.left_out:
-            home, spec = group.homes[index], group.specs[index]
-            part = part_of(*spec.owners[0])
-            name = holding.names_of_group(group)[index][0]
-            key = name if part is None else f"{name}[{part.dim}:{part.start}:{part.stop}]"
-            mine[key] = identify(group.values.rest, home.begin, home.start, home.stop, spec.shape)
-        return mine
 
     def _extras(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """Saved extras by name. Raises where one that is wanted is missing, is not to be read unasked, or is of other ranks."""
@@ -414,7 +412,7 @@ class _Loading:
         for name in sorted(wanted.keys() & self.opened.per_rank):
             raise CheckpointMismatch(
                 f"extra[{name!r}] was saved by {self.opened.facts['world_size']} ranks, each with a state of its own, and "
-                f"there are {self.comm.world_size} now: none can be dropped or made up. Load without it, or save one that "
+                f"there are {self._now}: none can be dropped or made up. Load without it, or save one that "
                 "does not depend on the rank (zs.ShardedSampler)."
             )
         absent = sorted(wanted.keys() - found.keys())
@@ -435,6 +433,11 @@ class _Loading:
             what = f"extra {', '.join(left)} of rank {self.comm.rank} unread, {why}"
             print(f"zeroshard: {self.opened.path}: left {what}", file=sys.stderr)
         return found
+
+    @property
+    def _now(self) -> str:
+        other = self.comm.world_size != self.opened.facts["world_size"]
+        return f"{self.comm.world_size} now" if other else "as many in another mesh now"
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
         """What all ranks raise where an object does not take its state."""
@@ -578,18 +581,15 @@ class _Loading:
         states = self.opened.generators
         if states is None:
             return "left"
-        if self.comm.world_size == self.opened.facts["world_size"]:
+        if self.opened.same_ranks:
             holding.set_generators(states, self.comm.device)
             return "restored"
-        seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63 + self.comm.rank
-        torch.manual_seed(seed % 2**63)  # every device's
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        data = self.runtime.comm  # ranks of tensor parallelism share activations, and what is dropped of them
+        holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
         if self.comm.rank == 0:
             print(
-                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "
-                f"{self.comm.world_size}: random generators are seeded anew from rank 0's",
+                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, there are "
+                f"{self._now}: random generators are seeded anew from rank 0's",
                 file=sys.stderr,
             )
         return "reseeded"

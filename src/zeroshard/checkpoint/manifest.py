@@ -262,9 +262,10 @@ def join(parts: list[bytes], facts: dict[str, Any], listed: Listed) -> Manifest:
     """The manifest of what all ranks told."""
     read = [json.loads(part) for part in parts]
     files = [FileEntry(part["file"][0], part["file"][1], tuple(part["file"][2])) for part in read]
-    manifest = Manifest(facts, files, listed.tensors, {}, read[0]["ties"])
+    manifest = Manifest(facts, files, listed.tensors, {})
     frozen: dict[str, Identity] = {}
     for number, part in enumerate(read):
+        manifest.ties |= part["ties"]
         for name, (offset, nbytes) in part["objects"].items():
             manifest.objects[name] = ObjectEntry(number, offset, nbytes)
         for name, entry in part["frozen"].items():

@@ -279,7 +279,7 @@ class Alone:
 def open_any(
     comm: Comm | Alone, path: str | os.PathLike, name: str | None = None, *,
     verify: bool = True, trusted: bool = False, values: bool = True,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None = None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None = None, mesh: dict[str, Any] | None = None,
 ) -> Opened:  # fmt: skip
     """Whatever rank 0 finds (collective). verify, values: as for ours (`open_own`); other formats have no checksums.
 
@@ -287,6 +287,7 @@ def open_any(
 
     in_bulk: makes, of what the manifest says, that which will read and verify tensors (`Opened.bulk`), or they will be verified
         with `check_digests`: they are not here.
+    mesh: what ranks are to the model (`Topology.mesh`): only those that are what they were find what was theirs.
 
     Raises CheckpointNotFound, CheckpointCorrupt, CheckpointError.
     """
@@ -305,7 +306,7 @@ def open_any(
     for looks in range(LOOKS, 0, -1):
         folder = find_checkpoint(comm, path, name)
         try:
-            return _open_found(comm, folder, verify, trusted, values, in_bulk)
+            return _open_found(comm, folder, verify, trusted, values, in_bulk, mesh)
         except CheckpointError:
             if looks == 1 or not removed(comm, path, folder):
                 raise
@@ -314,7 +315,7 @@ def open_any(
 
 def _open_found(
     comm: Comm | Alone, folder: Path, verify: bool, trusted: bool, values: bool,
-    in_bulk: Callable[[Path, Manifest], Bulk] | None,
+    in_bulk: Callable[[Path, Manifest], Bulk] | None, mesh: dict[str, Any] | None,
 ) -> Opened:  # fmt: skip
     """One of ours, checked (collective)."""
     manifest = agreed(comm, "zs.load: manifest", lambda: hinted(folder, lambda: Manifest.read(folder)), folder)
@@ -327,13 +328,18 @@ def _open_found(
         bulk = agreed(comm, "zs.load: reading ahead", lambda: in_bulk(folder, manifest), folder)
     if verify:
         agreed(comm, "zs.load: checksums", lambda: check_digests(folder, manifest, *ranks, bulk is not None), folder)
-    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values), folder)
+    opened = agreed(comm, "zs.load: open", lambda: open_own(folder, manifest, *ranks, trusted, values, mesh), folder)
     opened.bulk = bulk
     return opened
 
 
-def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]) -> dict[str, Stored]:
-    """Parameters and buffers of any checkpoint under the names that a model has (collective). Raises as `open_any`."""
+def open_weights(
+    comm: Comm, peers: Comm, path: str | os.PathLike, model: nn.Module, specs: list[ParamSpec]
+) -> tuple[dict[str, Stored], dict[str, Stored]]:
+    """Parameters and buffers of any checkpoint under the names that a model has; of each parameter, what is this rank's (collective).
+
+    peers: ranks of `comm` that have the same part of the model. Raises as `open_any`, and ModelMismatch.
+    """
     try:
         opened = open_any(comm, path, values=False)
     except CheckpointNotFound as error:
@@ -343,11 +349,11 @@ def open_weights(comm: Comm, path: str | os.PathLike, model: nn.Module, specs: l
     names = {name for spec in specs for name in safetensors.names_of(prefixes, spec)}
     opened.fit(names | {name for buffer in buffers for name in buffer.names} | computed.keys())
     tied = {tuple(n for n in dict.fromkeys(safetensors.names_of(prefixes, spec)) if n in opened.model) for spec in specs}
-    agreed(comm, "zs.shard: tied weights", partial(_check_ties, opened.model, sorted(tied), comm), path)
+    agreed(comm, "zs.shard: tied weights", partial(_check_ties, opened.model, sorted(tied), peers), path)
     for buffer in buffers:
         if (at := buffer.stored_in(opened.model)) is not None:
             opened.model |= dict.fromkeys(buffer.names, at)
-    return opened.model
+    return opened.model, agreed(comm, "zs.shard: weights", lambda: safetensors.check(model, specs, opened.model), path)
 
 
 def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Comm) -> None:
@@ -362,8 +368,9 @@ def _check_ties(model: dict[str, Stored], tied: list[tuple[str, ...]], comm: Com
 
 
 def open_own(
-    folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True
-) -> Opened:
+    folder: Path, manifest: Manifest, rank: int = 0, world_size: int = 1, trusted: bool = False, values: bool = True,
+    mesh: dict[str, Any] | None = None,
+) -> Opened:  # fmt: skip
     """One of ours, for one of `world_size` ranks. values: also what is no tensor (groups, extras, ...)."""
     opened = Opened(folder, "zeroshard", {}, step=int(manifest.facts["step"]), facts=manifest.facts, ties=manifest.ties)
     opened.optimizer, opened.trained_only = manifest.facts["optimizer"], manifest.facts["trained_only"]
@@ -387,12 +394,13 @@ def open_own(
         elif name.startswith(holding.EXTRA) and owner_of(name, manifest.facts)[1] is None:
             opened.shared_extras[name.removeprefix(holding.EXTRA)] = reader
     if values:
-        _add_values(opened, manifest, rank, world_size, trusted)
+        opened.same_ranks = world_size == manifest.facts["world_size"] and mesh == manifest.facts.get("mesh")
+        _add_values(opened, manifest, rank, trusted)
     return opened
 
 
-def _add_values(opened: Opened, manifest: Manifest, rank: int, world_size: int, trusted: bool) -> None:
-    objects, same = manifest.objects, world_size == manifest.facts["world_size"]
+def _add_values(opened: Opened, manifest: Manifest, rank: int, trusted: bool) -> None:
+    objects, same = manifest.objects, opened.same_ranks
     read = lambda name: read_object(opened.path, manifest, name, trusted)  # noqa: E731
     opened.per_rank = frozenset() if same else frozenset(manifest.facts["per_rank"])
     opened.progress, opened.generators = read(holding.OWN), read(f"{holding.RNG}{rank if same else 0}")

@@ -16,8 +16,8 @@ import os
 import secrets
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from errno import EIO, EISDIR
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
 def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
     """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
     names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
-    return [name if part is None else whole_name(name) for name, part in names]
+    return [name if part is None else whole_name(name) for name, part in names]  # a distributed one has its own
 
 
 def is_extra_state(name: str) -> bool:
@@ -124,8 +124,7 @@ def check(model: nn.Module, specs: list[ParamSpec], stored: dict[str, Stored]) -
     prefixes = prefixes_of(model)
     problems: dict[str, None] = {}  # each once: a missing parameter may be that of many tiles
     for spec in specs:
-        names, part = names_of(prefixes, spec), part_of(*spec.owners[0])
-        shape = spec.shape if part is None else part.shape
+        names, part, shape = names_of(prefixes, spec), spec.part, spec.whole_shape
         at = next((stored[name] for name in names if name in stored), None)
         if at is None:
             problems[f"{names[0]} is missing.{did_you_mean(names[0], stored)}"] = None
@@ -265,10 +264,10 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
     runtime.attendance.refuse("zs.save_safetensors")
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"zs.save_safetensors: dtype: expected one of floating-point numbers, or None, got {dtype}.")
-    comm, target = runtime.comm, Path(path)
+    comm, target = runtime.world, Path(path)
     tokens = comm.exchange(secrets.token_hex(4).encode(), "zs.save_safetensors: begin")
     scratch = target.with_name(f".{target.name}.{tokens[0].decode()}.tmp")
-    layout = _FileLayout.of(runtime, scratch, dtype)
+    layout = _FileLayout.of(scratch, _agree_on_listing(runtime, dtype))
     try:
         _agreed(comm, layout, lambda: layout.create(target) if comm.rank == 0 else None)
         _write(runtime, layout)
@@ -280,39 +279,65 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
 
 
 @dataclass(frozen=True)
-class _FileLayout:
-    """What goes where in a file, the same on every rank.
+class _Listing:
+    """What is in a model's state dict.
 
-    places: by key; the key of a parameter is (number of its group, index), that of other tensors their name. others: those.
+    tensors: dtype and shape of whole ones by name. found: name and part of a parameter by number of its group, index; others: the rest.
     """
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    found: dict[tuple[int, int], tuple[str, Part | None]] = field(default_factory=dict)
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, runtime: Runtime, dtype: torch.dtype | None) -> _Listing:
+        """Raises ConfigError."""
+        keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
+        listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
+        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+            key, part, shape = keys.get(id(value)), None, None
+            if key is not None:
+                spec = runtime.groups[key[0]].specs[key[1]]
+                part, shape = spec.part, spec.whole_shape
+                name = name if part is None or spec.distribution is not None else whole_name(name)
+            if first_names.setdefault(id(value), name) != name:
+                listing.metadata[name] = first_names[id(value)]
+                continue
+            listing.tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if shape is None else shape)
+            if key is None:
+                listing.others[name] = value
+            else:
+                listing.found[key] = (name, part)
+        return listing
+
+    def without(self, names: Iterable[str]) -> _Listing:
+        """What is left for this stage to write where earlier ones write these."""
+        names = set(names)
+        found = {key: (name, part) for key, (name, part) in self.found.items() if name not in names}
+        return replace(self, found=found, others={name: value for name, value in self.others.items() if name not in names})
+
+
+@dataclass(frozen=True)
+class _FileLayout:
+    """What goes where in a file, the same on every rank. places: of whole tensors, by name. mine: what this rank writes."""
 
     path: Path
     header: bytes
     nbytes: int
-    places: dict[Any, StoredTensor]
-    others: dict[str, Tensor]
+    places: dict[str, StoredTensor]
+    mine: _Listing
 
     @classmethod
-    def of(cls, runtime: Runtime, path: Path, dtype: torch.dtype | None) -> _FileLayout:
-        """Raises ConfigError."""
-        keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
-        tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        found: dict[Any, tuple[str, Part | None]] = {}
-        others, first_names, metadata = {}, {}, {"format": "pt"}
-        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
-            key = keys.get(id(value), name)
-            part = None if key is name else part_of(*runtime.groups[key[0]].specs[key[1]].owners[0])
-            name = name if part is None else whole_name(name)
-            if first_names.setdefault(id(value), name) != name:
-                metadata[name] = first_names[id(value)]
-                continue
-            tensors[name] = (_stored_dtype(name, value, dtype), tuple(value.shape) if part is None else part.shape)
-            found[key] = (name, part)
-            if key is name:
-                others[name] = value
-        header, whole = safetensors_header(path, tensors, metadata)
-        nbytes = len(header) + sum(at.nbytes for at in whole.values())
-        return cls(path, header, nbytes, {key: whole[name].cut(part) for key, (name, part) in found.items()}, others)
+    def of(cls, path: Path, listings: tuple[_Listing, _Listing]) -> _FileLayout:
+        """listings: of this rank, of all."""
+        mine, whole = listings
+        header, places = safetensors_header(path, whole.tensors, whole.metadata)
+        return cls(path, header, len(header) + sum(at.nbytes for at in places.values()), places, mine)
+
+    def write(self, name: str, part: Part | None, start: int, values: Tensor) -> None:
+        """Elements from `start` on of the part."""
+        self.places[name].cut(part).write(start, values)
 
     def create(self, target: Path) -> None:
         """Make the file, at its full length; it is to become `target`."""
@@ -330,6 +355,36 @@ class _FileLayout:
         sync(self.path)
         os.replace(self.path, target)
         sync(target.parent)
+
+
+def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Listing, _Listing]:
+    """What this rank writes, and what there is: at several stages of a pipeline each tells what it has (collective)."""
+    mine, problem, stages = _Listing(), None, runtime.topology.stages
+    try:
+        mine = _Listing.of(runtime, dtype)
+    except ConfigError as error:
+        if runtime.world is runtime.comm:
+            raise
+        problem = error
+    if runtime.world is runtime.comm:
+        return mine, mine
+    tells = runtime.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
+    told = exchange_values(runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
+    for error in (error for error, _ in told if error is not None):
+        raise error
+    if len(stages) == 1:
+        return mine, mine
+    tensors, metadata = {}, {}
+    for number, ranks in enumerate(stages):
+        _, (names, ties) = told[ranks[0]]
+        if number == runtime.topology.stage:
+            mine = mine.without(tensors.keys())
+        for name, (kind, shape) in names.items():
+            kept = tensors.setdefault(name, (kind, tuple(shape)))
+            if kept != (kind, tuple(shape)):
+                raise ConfigError(f"zs.save_safetensors: {name} is {kept} at one stage of the pipeline and {kind, tuple(shape)} at another.")
+        metadata |= {name: first for name, first in ties.items() if name not in tensors}
+    return mine, _Listing(tensors, metadata)
 
 
 def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dtype:
@@ -378,28 +433,31 @@ def _agreed(comm: Comm, layout: _FileLayout, action: Callable[[], None]) -> None
 
 def _write(runtime: Runtime, layout: _FileLayout) -> None:
     """Fill the file (collective)."""
-    comm, sees = runtime.comm, layout.path.exists()
+    comm, sees = runtime.world, layout.path.exists()
     all_see = all(comm.exchange(b"1" if sees else b"", "zs.save_safetensors: who sees the file"))
     slices = _slices(runtime, layout, CHUNK_NBYTES if all_see else CHUNK_NBYTES // comm.world_size)
 
     def write() -> None:
-        for key, start, values in slices if sees else ():
-            layout.places[key].write(start, values)
+        for name, part, start, values in slices if sees else ():
+            layout.write(name, part, start, values)
         if sees:
             sync(layout.path)
 
     def send() -> None:
         problem = None
         while True:
-            key, start, values = (None, 0, None) if sees else next(slices, (None, 0, None))
-            mine = (key, start, None if values is None else (values.dtype, bytes(bytes_of(values.contiguous()))))
-            sent = exchange_values(comm, mine, "zs.save_safetensors: slices")
-            sent = [part for part in sent if part[0] is not None]
+            found = None if sees else next(slices, None)
+            mine = None
+            if found is not None:
+                name, part, start, values = found
+                mine = name, None if part is None else part.plain(), start, values.dtype, bytes(bytes_of(values.contiguous()))
+            sent = [each for each in exchange_values(comm, mine, "zs.save_safetensors: slices") if each is not None]
             if not sent:
                 break
             try:
-                for key, start, (dtype, raw) in sent if comm.rank == 0 and problem is None else ():
-                    layout.places[key].write(start, torch.frombuffer(bytearray(raw), dtype=dtype))
+                for name, told, start, dtype, raw in sent if comm.rank == 0 and problem is None else ():
+                    part = None if told is None else Part.of_plain(told)
+                    layout.write(name, part, start, torch.frombuffer(bytearray(raw), dtype=dtype))
             except OSError as error:
                 problem = error  # told when all have sent everything
         if problem is not None:
@@ -411,23 +469,24 @@ def _write(runtime: Runtime, layout: _FileLayout) -> None:
 
 
 @torch.no_grad()
-def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[Any, int, Tensor]]:
-    """(key, first element, values (n,) on the host) of everything that this rank writes, in parts of at most `nbytes`."""
+def _slices(runtime: Runtime, layout: _FileLayout, nbytes: int) -> Iterator[tuple[str, Part | None, int, Tensor]]:
+    """(name, part, first element there, values (n,) on the host) of everything that this rank writes, at most `nbytes` at a time."""
     core = runtime.optimizer.core if runtime.optimizer is not None else None
     runtime.gate.wait()
     for number, group in enumerate(runtime.groups):
         if group.master is not None and core is not None:
             core.refresh_masters(group)
-        for index, home in enumerate(group.homes):
-            at = layout.places.get((number, index))  # None: a hook keeps it out of the state dict
-            if at is None:
+        for index, home in enumerate(group.homes) if group.counts else ():
+            if (number, index) not in layout.mine.found:  # a hook keeps it out of the state dict
                 continue
+            name, part = layout.mine.found[number, index]
             rest, begin = group.values.rest, home.begin
-            if at.dtype != rest.dtype:
+            if layout.places[name].dtype != rest.dtype:
                 rest, begin = group.masters.slice(index)
             step = max(nbytes // rest.dtype.itemsize, 1)
             for done in range(0, home.stop - home.start, step):
                 count = min(step, home.stop - home.start - done)
-                yield (number, index), home.start + done, rest.host(begin + done, begin + done + count)
-    for name, value in layout.others.items() if runtime.comm.rank == 0 else ():
-        yield name, 0, value.detach().to("cpu").reshape(-1)
+                yield name, part, home.start + done, rest.host(begin + done, begin + done + count)
+    topology = runtime.topology
+    for name, value in layout.mine.others.items() if runtime.world.rank == topology.stages[topology.stage][0] else ():
+        yield name, None, 0, value.detach().to("cpu").reshape(-1)

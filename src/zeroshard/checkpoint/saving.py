@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import replace
 from errno import EIO, ENOTDIR
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from torch import nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
-from ..errors import CheckpointError, ConfigError, ZeroshardError
+from ..errors import CheckpointError, ConfigError, ModelMismatch, ZeroshardError
 from ..optim.sharded_optimizer import OptimizerCore
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
+from .stages import Stages
 from .user_state import Extra, alike, serialised, slices_of
 from .writing import Plan, Save, Saver, Writing, write_error
 
@@ -99,26 +101,41 @@ def save(
         extras, slices = serialised(extra), slices_of(extra, model)
         _check_files(files or {})
     except Exception as error:
-        problem = telling(error, "zs.save", runtime.comm.rank)
-    shared = _agree(runtime.comm, plan, extras, problem)
+        problem = telling(error, "zs.save", runtime.world.rank)
+    shared, told = _agree(runtime.world, plan, extras, None if problem is not None else Stages.tell(runtime, core), problem)
     assert plan is not None
-    return _write(saver, plan, core, {name: each.content for name, each in extras.items()}, slices, shared, files or {}, begin)
+    stages = Stages(runtime, core, told)
+    plan = replace(plan, trained_only=plan.trained_only is not False and stages.partly_frozen)
+    return _write(saver, plan, stages, {name: each.content for name, each in extras.items()}, slices, shared, files or {}, begin)
 
 
 def _write(
-    saver: Saver, plan: Plan, core: OptimizerCore | None, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
+    saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
     """One save at a time, into a draft, which goes where the save does not come about."""
-    saver.runtime.values.agree()
+    _agree_on_values(saver.runtime)
     _await_last(saver, plan)
-    draft = _make_draft(saver.runtime.comm, plan)
+    draft = _make_draft(saver.runtime.world, plan)
     try:
-        return Writing(saver, plan, draft, core, extras, slices, shared, files, begin).run()
+        return Writing(saver, plan, draft, stages, extras, slices, shared, files, begin).run()
     except BaseException:
         if isinstance(draft, places.Draft):
             draft.discard()
         raise
+
+
+def _agree_on_values(runtime: Runtime) -> None:
+    """Data-parallel ranks have not written different values: what one place of a mesh finds, all raise (collective)."""
+    world, problem = runtime.world, None
+    try:
+        runtime.values.agree()
+    except ModelMismatch as error:
+        if world is runtime.comm:
+            raise
+        problem = error
+    if world is not runtime.comm:
+        raise_first(exchange_values(world, problem, "zs.save: values at all places"), world.rank, problem)
 
 
 def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
@@ -159,8 +176,6 @@ def _plan(
     if not places.valid_name(name):
         expected = "one component of a path: no '/', no '.' in front, no blanks around it, nothing that does not print"
         raise ConfigError(f"zs.save: name: expected {expected}; got {name!r}.")
-    some_frozen = any(not group.trainable for group in runtime.groups) and any(g.trainable for g in runtime.groups)
-    trained_only = some_frozen if trained_only is None else trained_only and some_frozen
     root = places.absolute(path)
     return Plan(root, name, step, overwrite, asynchronous, if_busy, keep_last, keep_every, trained_only, latest)
 
@@ -177,7 +192,7 @@ def _await_last(saver: Saver, plan: Plan) -> None:
     if last is None:
         return
     if plan.if_busy == "refuse":
-        busy = saver.runtime.comm.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
+        busy = saver.runtime.world.exchange(b"" if last.done() else b"1", "zs.save: is one under way")
         if any(busy):
             raise CheckpointError(f"zs.save: the save of {last.path.name} is still under way; nothing was done.")
     saver.last = None
@@ -185,19 +200,24 @@ def _await_last(saver: Saver, plan: Plan) -> None:
         last.wait()
 
 
-def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exception | None) -> set[str]:
-    """All ranks ask for the same, and for what can be; the names of extras that are the same on all of them (collective)."""
-    mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()})
+def _agree(
+    comm: Comm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
+) -> tuple[set[str], list[Any]]:
+    """All ranks ask for the same, and for what can be (collective).
+
+    The names of extras that are the same on all of them; what each was `telling` of its stage.
+    """
+    mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()}, telling)
     everyone = exchange_values(comm, mine, "zs.save: begin")
-    raise_first([theirs for theirs, _, _ in everyone], comm.rank, problem)
-    _, first, names = everyone[0]
-    for rank, (_, other, digests) in enumerate(everyone):
+    raise_first([theirs for theirs, *_ in everyone], comm.rank, problem)
+    _, first, names, _ = everyone[0]
+    for rank, (_, other, digests, _) in enumerate(everyone):
         if other != first:
             what = [f"{k}: {first[k]!r} and {v!r}" for k, v in other.items() if v != first[k]]
             raise ConfigError(f"zs.save: ranks 0 and {rank} call it differently: {'; '.join(what)}.")
         if digests.keys() != names.keys():
             raise ConfigError(f"zs.save: extra: rank 0 gives {sorted(names)}, rank {rank} {sorted(digests)}.")
-    shared = alike(comm, extras, [digests for _, _, digests in everyone])
+    shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
     for name in sorted(names):
         whose, _, number = name.rpartition(".")
         if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # also a number beyond this world's
@@ -205,7 +225,7 @@ def _agree(comm: Comm, plan: Plan | None, extras: dict[str, Extra], problem: Exc
                 f"zs.save: extra[{name!r}]: that is what rank {number}'s {whose!r} is called, of which ranks give different "
                 "ones; choose another name."
             )
-    return shared
+    return shared, [told for *_, told in everyone]
 
 
 def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:

@@ -54,6 +54,7 @@ class Opened:
     progress: dict[str, Any] | None = None  # steps taken, loss scale
     slices: dict[str, dict[str, Stored]] = field(default_factory=dict)  # name of an extra -> parameter -> what it keeps of it
     shared_extras: dict[str, Callable[[], Any]] = field(default_factory=dict)  # those that all ranks had alike, still unread
+    same_ranks: bool = False  # it was saved by as many, of which each was the same to the model
     per_rank: frozenset[str] = frozenset()
     saved_names: dict[str, str] = field(default_factory=dict)  # where `fit` has found another name
     bulk: Bulk | None = None  # through which tensors are to be read; None: one by one

@@ -8,8 +8,9 @@
     extra.<name>              what the user gave; extra.<name>.<rank> where ranks gave different things
     slices.<name>.<name>      what the first of them keeps of each parameter, in its shape (user_state.HoldsSlices)
 
-Names are those of whole parameters: tiles, wrappers, units and flat buffers leave no trace, so that any other partition
-can read it. Replicated states are cut as sharded ones are: each rank writes its part.
+Names are those of whole parameters: tiles, shards of tensor parallelism, wrappers, units and flat buffers leave no trace, so that
+any other partition can read it. Replicated states are cut as sharded ones are: each rank writes its part. What several ranks hold
+along model axes is written by the one whose is the one that counts; what several pipeline stages have under one name by the first.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import xxhash
 from torch import Tensor
 
 from ..config import Tier
@@ -29,7 +31,7 @@ from ..errors import ConfigError
 from ..offload.storage import MemoryRest, Rest
 from ..optim.sharded_optimizer import OptimizerCore
 from ..tensor.chunks import Box, boxes_of
-from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..tensor.tiled_parameter import Part
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .dcp import MAX_BLOB_NBYTES, storable
@@ -42,7 +44,7 @@ MODEL, STATE, GROUPS, OWN, RNG, EXTRA, SLICES = (
 
 @dataclass(frozen=True)
 class Place:
-    """Which elements of a named tensor a rank holds: [start, stop) of the flattened part (a tile), or of the whole."""
+    """Which elements of a named tensor a rank holds: [start, stop) of the flattened part, or of the whole."""
 
     name: str
     keys: tuple[str, ...]  # of the name, in nested state dicts
@@ -93,38 +95,45 @@ class Contents:
 
 def names_of_group(group: ParamGroup) -> list[tuple[str, Part | None]]:
     """(name of the whole parameter, which part of it) of each parameter of a group."""
-    found = []
-    for spec in group.specs:
-        part = part_of(*spec.owners[0])
-        found.append((spec.name if part is None else whole_name(spec.name), part))
-    return found
+    return [(spec.whole_name, spec.part) for spec in group.specs]
 
 
 Slices = list[tuple[ParamGroup, Rest]]  # of shards: one value an element
 
 
-def collect(runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, slices: dict[str, Slices] | None = None) -> Contents:
+class Names(Protocol):
+    """Who writes what, among the stages of a pipeline (stages.py)."""
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank's stage is the one that writes what has this name in its model."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups with the names of their members, at all stages."""
+
+
+def collect(
+    runtime: Runtime, core: OptimizerCore | None, *, frozen: bool, names: Names, slices: dict[str, Slices] | None = None
+) -> Contents:
     """Everything that this rank writes of a model and, with `core`, its optimizer. frozen: also parameters that are not trained.
 
     slices: of extras, by name.
     """
     contents, prefixes = Contents(), prefixes_of(runtime.model)
-    first = runtime.shards.replica == 0  # what is alike in several groups of ranks is written by one of them
-    for group in runtime.groups if first else ():
-        _add_values(contents, prefixes, group, frozen or group.trainable)
-    if runtime.comm.rank == 0:
-        _add_others(contents, runtime)
+    rank, topology = runtime.world.rank, runtime.topology
+    for group in runtime.groups:
+        _add_values(contents, prefixes, group, frozen or group.trainable, names)
+    if rank == topology.stages[topology.stage][0]:
+        _add_others(contents, runtime, names)
     if core is not None:
-        if first:
-            _add_states(contents, runtime, core)
-        if runtime.comm.rank == 0:
-            contents.objects[GROUPS] = param_groups(runtime, core)
-    for extra, shards in (slices or {}).items() if first else ():
+        _add_states(contents, runtime, core, names)
+        if rank == 0:
+            contents.objects[GROUPS] = names.groups()
+    for extra, shards in (slices or {}).items():
         for group, rest in shards:
-            _add_slices(contents, group, extra, rest)
-    if runtime.comm.rank == 0:
+            _add_slices(contents, group, extra, rest, names)
+    if rank == 0:
         contents.objects[OWN] = runtime.progress.state()
-    contents.objects[f"{RNG}{runtime.comm.rank}"] = generators(runtime.comm.device)
+    contents.objects[f"{RNG}{rank}"] = generators(runtime.comm.device)
     return contents
 
 
@@ -133,17 +142,27 @@ def _place(group: ParamGroup, index: int, named: tuple[str, Part | None], keys: 
     (name, part), home, shape = named, group.homes[index], group.specs[index].shape
     before, after = keys[:-1], keys[-1:] if keys[-1] else ()
     keys = (*before, name, *after)
-    return Place(".".join(keys), keys, dtype, shape if part is None else part.shape, home.start, home.stop, part)
+    return Place(".".join(keys), keys, dtype, shape if part is None else part.whole_shape, home.start, home.stop, part)
 
 
 def _first(group: ParamGroup, index: int) -> bool:
     """Whether this rank writes what a parameter has once: the rank with its first element (rank 0 if it has none)."""
-    home, numel = group.homes[index], math.prod(group.specs[index].shape)
+    home, numel, part = group.homes[index], math.prod(group.specs[index].shape), group.specs[index].part
+    if part is not None and any(part.box.offsets):
+        return False
     return group.comm.rank == 0 if numel == 0 else home.start == 0 and home.stop > 0
 
 
-def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: ParamGroup, wanted: bool) -> None:
-    for index, (name, part) in enumerate(names_of_group(group)):
+def _written(group: ParamGroup, names: Names) -> Iterator[tuple[int, str, Part | None]]:
+    """(index, name, part) of the parameters of a group that this rank writes, if it holds some of them."""
+    if group.counts:  # what is alike in several groups of ranks is written by one of them
+        for index, (name, part) in enumerate(names_of_group(group)):
+            if names.writes(name):
+                yield index, name, part
+
+
+def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: ParamGroup, wanted: bool, names: Names) -> None:
+    for index, name, part in _written(group, names):
         contents.ties |= {alias: name for alias in names_of(prefixes, group.specs[index]) if alias != name}
         if not wanted:
             contents.frozen.append((group, index))
@@ -154,18 +173,18 @@ def _add_values(contents: Contents, prefixes: dict[int, list[str]], group: Param
             contents.add(_place(group, index, (name, part), ("model", ""), rest.dtype), rest, begin, guarded)
 
 
-def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest) -> None:
-    for index, named in enumerate(names_of_group(group)):
+def _add_slices(contents: Contents, group: ParamGroup, extra: str, rest: Rest, names: Names) -> None:
+    for index, name, part in _written(group, names):
         home = group.homes[index]
         if home.stop > home.start or _first(group, index):
-            contents.add(_place(group, index, named, ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
+            contents.add(_place(group, index, (name, part), ("slices", extra, ""), rest.dtype), rest, home.begin, guarded=True)
 
 
-def _add_others(contents: Contents, runtime: Runtime) -> None:
+def _add_others(contents: Contents, runtime: Runtime, names: Names) -> None:
     """Buffers, and what modules keep in state dicts besides."""
     params = {id(param) for group in runtime.groups for param in group.params}
     for name, value in runtime.model.state_dict(keep_vars=True).items():
-        if id(value) in params:
+        if id(value) in params or not names.writes(name):
             continue
         if isinstance(value, Tensor):
             _add_whole(contents, runtime, f"{MODEL}{name}", ("model", name), value.detach())
@@ -179,12 +198,14 @@ def _add_whole(contents: Contents, runtime: Runtime, name: str, keys: tuple[str,
     contents.add(place, MemoryRest(on_host, Tier.HOST, runtime.tiers), 0, guarded=False)
 
 
-def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> None:
-    names = {id(group): names_of_group(group) for group in runtime.groups}
+def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore, names: Names) -> None:
+    written = {id(group): {index: (name, part) for index, name, part in _written(group, names)} for group in runtime.groups}
     for run in (run for runs in core.runs for run in runs):
-        state = run.states.load()
+        state, mine = run.states.load(), written[id(run.group)]
         for index in run.indices if state else ():
-            home, named, first = run.group.homes[index], names[id(run.group)][index], _first(run.group, index)
+            if index not in mine:
+                continue
+            home, named, first = run.group.homes[index], mine[index], _first(run.group, index)
             for key, value in state.items():
                 if isinstance(value, Rest) or run.holds(value):
                     if home.stop > home.start or first:
@@ -192,7 +213,7 @@ def _add_states(contents: Contents, runtime: Runtime, core: OptimizerCore) -> No
                         contents.add(place, *_state_source(runtime, core, run, index, value), guarded=not core.replicated)
                     continue
                 contents.scalars.add(key)
-                if first and (named[1] is None or named[1].start == 0):  # one for all tiles of a parameter
+                if first:  # one for all parts of a parameter
                     _add_scalar(contents, runtime, named[0], key, run.shown(value))
 
 
@@ -249,6 +270,15 @@ def set_generators(states: dict[str, Any], device: torch.device) -> None:
 
         kind, keys, *rest = states["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def seed_generators(states: dict[str, Any], number: int) -> None:
+    """Begin anew, with what `generators` once gave and a number of one's own."""
+    seed = int(xxhash.xxh3_64_hexdigest(bytes(states["torch"].numpy())), 16) % 2**63 + number
+    torch.manual_seed(seed % 2**63)  # every device's
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _tuples(value: Any) -> Any:

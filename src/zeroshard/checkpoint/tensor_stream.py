@@ -20,7 +20,7 @@ from ..config import Placement
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
-from ..tensor.tiled_parameter import Part, part_of, parts_in, whole_name
+from ..tensor.tiled_parameter import Part, parts_in, whole_name
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
@@ -45,9 +45,16 @@ class _Item:
     def nbytes(self) -> int:
         """That it takes, with its largest part where it comes in parts."""
         numel = math.prod(self.shape)
-        if len(self.sources) > 1:
+        if self.distributed:
+            numel *= 2  # the same on every rank of the mesh, however long its part is
+        elif len(self.sources) > 1:
             numel += max(group.layout.slots[index].numel for group, index, _ in self.sources)
         return numel * self.dtype.itemsize
+
+    @property
+    def distributed(self) -> bool:
+        """Whether ranks of tensor parallelism have parts of it."""
+        return any(group.specs[index].distribution is not None for group, index, _ in self.sources)
 
 
 def stream_full_tensors(
@@ -108,13 +115,14 @@ def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[
     items: list[_Item] = []
     for group, index in ((group, index) for group in runtime.groups for index in range(len(group.specs))):
         names = [whole_name(name) if name in tiled else name for name in known.pop(id(group.params[index]), [])]
-        part = part_of(*group.specs[index].owners[0])
+        spec = group.specs[index]
+        part = spec.part if spec.distribution is None else None
         if names and names[0] in whole:
             whole[names[0]].sources.append((group, index, part))
         elif names:
             given = source(group).dtype
             kept = dtype if dtype is not None and given.is_floating_point else given
-            items.append(_Item(names, group.specs[index].shape if part is None else part.shape, kept, [(group, index, part)]))
+            items.append(_Item(names, spec.whole_shape, kept, [(group, index, part)]))
             whole[names[0]] = items[-1]
     for name, value in state.items():
         if id(value) in known and isinstance(value, Tensor):
@@ -195,7 +203,9 @@ class _Stream:
         if len(first.sources) == 1:
             slots = [group.layout.slots[index] for item in stretch for group, index, _ in item.sources]
             flat = self._range(first.sources[0][0], slots[0].offset, slots[-1].stop, first.dtype)
-            return [flat[slot.offset - slots[0].offset : slot.stop - slots[0].offset].view(slot.shape) for slot in slots]
+            values = [flat[slot.offset - slots[0].offset : slot.stop - slots[0].offset].view(slot.shape) for slot in slots]
+            specs = [group.specs[index] for item in stretch for group, index, _ in item.sources]
+            return [spec.complete(value) for spec, value in zip(specs, values, strict=True)]
         whole = torch.empty(first.shape, dtype=first.dtype, device=self.runtime.comm.device)
         for group, index, part in first.sources:
             slot = group.layout.slots[index]

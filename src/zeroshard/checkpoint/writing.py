@@ -40,15 +40,15 @@ from ..errors import (
     ZeroshardError,
 )
 from ..io.async_file import Engine
-from ..optim.sharded_optimizer import OptimizerCore
 from ..version import __version__
 from ..zero.runtime import Runtime
 from . import directory as places
 from . import manifest as listing
 from . import state_map as holding
-from .fingerprint import identify
+from .fingerprint import identities
 from .heartbeat import telling, together
 from .rank_file import BUFFER_NBYTES, ROTATING, FileLayout, FileWriter, Ring, memory_nbytes
+from .stages import Stages
 from .state_map import Contents
 
 _MOST_REASON_NBYTES = 1 << 20  # read of what a failed rank has left
@@ -69,7 +69,7 @@ class Plan:
     if_busy: str
     keep_last: int | None
     keep_every: int | None
-    trained_only: bool
+    trained_only: bool | None
     latest: bool
 
 
@@ -144,7 +144,7 @@ class Saver:
             if last is not None and not last.told:
                 last.wait()
         except ZeroshardError as error:
-            if self.runtime.comm.rank == 0:
+            if self.runtime.world.rank == 0:
                 print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
         finally:
             self.engine.close()
@@ -175,11 +175,11 @@ class Writing:
     """One save on one rank."""
 
     def __init__(
-        self, saver: Saver, plan: Plan, draft: Path | places.Draft, core: OptimizerCore | None, extras: dict[str, bytes],
+        self, saver: Saver, plan: Plan, draft: Path | places.Draft, stages: Stages, extras: dict[str, bytes],
         slices: dict[str, holding.Slices], shared: set[str], files: dict[str, bytes], begin: float,
     ) -> None:  # fmt: skip
-        self.saver, self.plan, self.core, self.begin = saver, plan, core, begin
-        self.runtime, self.comm = saver.runtime, saver.runtime.comm
+        self.saver, self.plan, self.stages, self.core, self.begin = saver, plan, stages, stages.core, begin
+        self.runtime, self.comm = saver.runtime, saver.runtime.world
         self.draft = draft if isinstance(draft, places.Draft) else None
         self.folder = draft.path if isinstance(draft, places.Draft) else draft
         self.shared, self.per_rank = shared, sorted(extras.keys() - shared)
@@ -260,7 +260,9 @@ class Writing:
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
             )
-        self.contents = holding.collect(self.runtime, self.core, frozen=not self.plan.trained_only, slices=self.slices)
+        self.contents = holding.collect(
+            self.runtime, self.core, frozen=not self.plan.trained_only, names=self.stages, slices=self.slices
+        )
         self.layout = layout = self._with_extras(self.saver.layout(self.contents))
         asynchronous = self.plan.asynchronous
         with self._write_errors():
@@ -298,14 +300,7 @@ class Writing:
         return layout
 
     def _identities(self) -> dict[str, list]:
-        found: dict[str, Any] = {}
-        for group, index in self.contents.frozen:
-            home = group.homes[index]
-            name, part = holding.names_of_group(group)[index]
-            key = name if part is None else f"{name}[{part.dim}:{part.start}:{part.stop}]"
-            identity = identify(group.values.rest, home.begin, home.start, home.stop, group.specs[index].shape)
-            found[key] = list(vars(identity).values())
-        return found
+        return {name: list(vars(identity).values()) for name, identity in identities(self.contents.frozen).items()}
 
     def _copy(self, blobs: int | None = None) -> bool:
         """Fill the buffers, with all or with so many. Rank 0 tells whether it sees all ranks' locks, which they hold by now."""
@@ -384,6 +379,7 @@ class Writing:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "zeroshard": __version__,
             "torch": torch.__version__,
+            **({} if self.runtime.topology.mesh is None else {"mesh": self.runtime.topology.mesh}),
         }
 
     # -- in the background ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -35,7 +36,8 @@ class Topology:
 
     control: of all data-parallel ranks: what they agree on. shards: of the ranks among which a shard is one. values, gradients:
     through which they travel; plain: the same, for what is exempt. notes: what a report should say. peers, world: see mesh/axes.py;
-    without model axes they are `control`. places: of each place in the model, its data-parallel ranks in `world`.
+    without model axes they are `control`. places: of each place in the model, its data-parallel ranks in `world`; stages: of each
+    pipeline stage, all its ranks there.
     """
 
     control: Comm
@@ -50,20 +52,36 @@ class Topology:
     peers: Comm = None  # type: ignore[assignment]  # until __post_init__
     world: Comm = None  # type: ignore[assignment]
     places: Parts = field(default_factory=list)
+    stages: Parts = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.peers, self.world = self.peers or self.control, self.world or self.control
         self.places = self.places or [list(range(self.world.world_size))]
+        self.stages = self.stages or [list(range(self.world.world_size))]
 
     @classmethod
-    def flat(cls, comm: Comm, peers: Comm | None = None, world: Comm | None = None, places: Parts | None = None) -> Topology:
+    def flat(
+        cls, comm: Comm, peers: Comm | None = None, world: Comm | None = None, places: Parts | None = None, stages: Parts | None = None
+    ) -> Topology:
         """One hop, nothing packed."""
-        return cls(comm, comm, comm, comm, comm, peers=peers, world=world, places=places or [])  # type: ignore[arg-type]
+        return cls(
+            comm, comm, comm, comm, comm, peers=peers, world=world, places=places or [], stages=stages or []  # type: ignore[arg-type]
+        )
 
     @property
     def place(self) -> list[int]:
         """The data-parallel ranks of this rank's place, in `world`."""
         return next(ranks for ranks in self.places if self.world.rank in ranks)
+
+    @property
+    def stage(self) -> int:
+        """Which pipeline stage this rank is of."""
+        return next(number for number, ranks in enumerate(self.stages) if self.world.rank in ranks)
+
+    @property
+    def mesh(self) -> dict[str, Any] | None:
+        """What its ranks are to the model, in plain values; None: they are alike."""
+        return {"places": self.places, "stages": self.stages} if len(self.places) > 1 else None
 
     def open(self) -> None:
         """Make what buffers have reserved (collective)."""

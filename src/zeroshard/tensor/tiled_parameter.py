@@ -56,6 +56,16 @@ class Part:
         """Of what is no part of anything."""
         return self.shape if self.around is None else self.around.whole_shape
 
+    def plain(self) -> tuple:
+        """In plain values, to be sent."""
+        return self.dim, self.start, self.stop, self.shape, None if self.around is None else self.around.plain()
+
+    @classmethod
+    def of_plain(cls, told: tuple) -> Part:
+        """The inverse of `plain`."""
+        dim, start, stop, shape, around = told
+        return cls(dim, start, stop, tuple(shape), None if around is None else cls.of_plain(around))
+
     def of(self, whole: Tensor) -> Tensor:
         """This part of a whole tensor: a view."""
         whole = whole if self.around is None else self.around.of(whole)

@@ -1,0 +1,79 @@
+"""What the stages of a pipeline, whose models have parameters of other names, must know of one another to save and load together.
+
+    rank 0   stage 0   emb.weight, blocks.0.weight     tells      writes these, the optimizer's groups, progress
+    rank 1   stage 0   the same                                   writes its part of these
+    rank 2   stage 1   blocks.1.weight, head.weight    tells      writes these
+    rank 3   stage 1   the same                                   writes its part of these
+
+Without pipeline parallelism there is one stage, and nothing to be told.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import ConfigError
+from ..optim.sharded_optimizer import OptimizerCore
+from ..zero.runtime import Runtime
+from . import module_state
+from .safetensors import names_of, prefixes_of
+from .state_map import names_of_group, param_groups
+
+
+class Stages:
+    """The stages of the model that this rank has a part of."""
+
+    def __init__(self, runtime: Runtime, core: OptimizerCore | None, told: list[Any]) -> None:
+        """told: by each rank (`tell`). Raises ConfigError, the same on every rank, for optimizers that do not match."""
+        self.runtime, self.core, topology = runtime, core, runtime.topology
+        self.several, self.stage = len(topology.stages) > 1, topology.stage
+        self.told = [told[ranks[0]] for ranks in topology.stages]
+        self._earlier = {name for each in self.told[: self.stage] for name in each["names"]}
+        counts = [None if each is None or each["members"] is None else len(each["members"]) for each in self.told]
+        if len(set(counts)) > 1:
+            raise ConfigError(
+                f"the optimizers of the pipeline's stages have {counts} parameter groups: give all of them as many, of which some may be "
+                "empty, or save and load with no optimizer at any."
+            )
+
+    @staticmethod
+    def tell(runtime: Runtime, core: OptimizerCore | None) -> Any:
+        """What the first rank of a stage tells all others, in plain values."""
+        ranks, groups = runtime.topology.stages, runtime.groups
+        if len(ranks) == 1 or runtime.world.rank != ranks[runtime.topology.stage][0]:
+            return None
+        return {
+            "names": sorted(_names(runtime)),
+            "members": None if core is None else [group["params"] for group in param_groups(runtime, core)],
+            "trains": [any(group.trainable for group in groups), any(not group.trainable for group in groups)],
+        }
+
+    def writes(self, name: str) -> bool:
+        """Whether this is the first stage that has the name in its model."""
+        return name not in self._earlier
+
+    @property
+    def names(self) -> set[str]:
+        """Of parameters and all else in the models of all stages."""
+        return {name for each in self.told for name in each["names"]} if self.several else _names(self.runtime)
+
+    @property
+    def partly_frozen(self) -> bool:
+        """Whether some parameters are trained and some are not."""
+        groups = self.runtime.groups
+        told = [each["trains"] for each in self.told] if self.several else [[g.trainable, not g.trainable] for g in groups]
+        return any(some for some, _ in told) and any(others for _, others in told)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups with the names of their members, at all stages; options as this rank has them."""
+        assert self.core is not None
+        found = param_groups(self.runtime, self.core)
+        for number, group in enumerate(found) if self.several else ():
+            group["params"] = list(dict.fromkeys(name for each in self.told for name in each["members"][number]))
+        return found
+
+
+def _names(runtime: Runtime) -> set[str]:
+    prefixes = prefixes_of(runtime.model)
+    aliases = {name for group in runtime.groups for spec in group.specs for name in names_of(prefixes, spec)}
+    return aliases | {name for group in runtime.groups for name, _ in names_of_group(group)} | module_state.names_of_others(runtime.model)
