@@ -3,10 +3,8 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-DIM, VOCAB, BLOCKS = 8, 12, 2
+DIM, VOCAB, SAMPLES = 8, 10, 4  # a vocabulary that four ranks do not divide
 
 
 class Block(nn.Module):
@@ -25,7 +23,7 @@ class Net(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
         self.emb = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+        self.blocks = nn.ModuleDict({"0": Block(), "1": Block()})
         self.head = nn.Linear(DIM, VOCAB, bias=False)
         if tied:
             self.head.weight = self.emb.weight
@@ -38,7 +36,7 @@ class Net(nn.Module):
 
 
 class Stage(nn.Module):
-    """Half of a Net. `stage()` is a loss of its own: that of the embedding is the same function as that of the head."""
+    """Half of a Net. `stage()` is a loss of its own: that of the embedding is the same function of it as that of the head."""
 
     def __init__(self, net, number):
         super().__init__()
@@ -47,31 +45,34 @@ class Stage(nn.Module):
 
     def forward(self):
         (block,) = self.blocks.values()
-        end = self.head(torch.eye(DIM)) if hasattr(self, "head") else self.emb(torch.arange(VOCAB))
+        end = self.head(torch.eye(DIM)).t() if hasattr(self, "head") else self.emb(torch.arange(VOCAB))
         return end.square().mean() + block(torch.linspace(-1, 1, 3 * DIM).view(3, DIM)).square().mean()
 
 
 def parallelized(model, tp):
-    """Blocks column- and row-wise, embedding and head by their vocabulary, norms replicated; in place."""
+    """In place: blocks column- and row-wise, embedding and head by the vocabulary, norms not at all."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    tied = hasattr(model, "emb") and hasattr(model, "head") and model.head.weight is model.emb.weight
     plan = {"emb": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
     parallelize_module(model, tp, {name: style for name, style in plan.items() if hasattr(model, name)})
     for block in model.blocks.values():
         parallelize_module(block, tp, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    if isinstance(model, Net) and model.head.weight.shape == model.emb.weight.shape and getattr(model, "tied", False):
+    if tied:
         model.head.weight = model.emb.weight
     return model
 
 
-def optimizer_of(model):
+def two_groups(model):
     """AdamW with two groups, by dimensions."""
-    params = list(model.parameters())
-    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
 
 
-def batch(step, place, places):
-    """A rank's part of four samples, the same at every layout."""
+def batch(step, place=0, places=1):
+    """A data-parallel rank's part of the samples of a step, which are the same at every layout."""
     generator = torch.Generator().manual_seed(step)
-    tokens, targets = torch.randint(0, VOCAB, (2, 4, 6), generator=generator)
-    part = slice(place * 4 // places, (place + 1) * 4 // places)
+    tokens, targets = torch.randint(0, VOCAB, (2, SAMPLES, 6), generator=generator)
+    part = slice(place * SAMPLES // places, (place + 1) * SAMPLES // places)
     return tokens[part], targets[part]
