@@ -58,7 +58,7 @@ def prefixes_of(model: nn.Module) -> dict[int, list[str]]:
 def names_of(prefixes: dict[int, list[str]], spec: ParamSpec) -> list[str]:
     """All names of a parameter, its ties included; of a tile's, the names of the whole that the tile is a part of."""
     names = [(f"{prefix}.{a}" if prefix else a, part_of(o, a)) for o, a in spec.owners for prefix in prefixes.get(id(o), ())]
-    return [name if part is None else whole_name(name) for name, part in names]  # a distributed one has its own
+    return [name if part is None else whole_name(name) for name, part in names]
 
 
 def is_extra_state(name: str) -> bool:
@@ -249,7 +249,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
     Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
     it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
     once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
-    `load_model` ties them again). Until all of it is on the disk it has another name: a file of this name is complete.
+    `load_model` ties them again). On a mesh with model axes parameters are whole, and what all stages of a pipeline have is in the file. Until all of it is on the disk it has another name: a file of this name is complete.
 
     Args:
         path: the file; rank 0's counts. One that exists is replaced.
