@@ -180,6 +180,10 @@ class Pipeline:
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group)
+        for runtime in self.runtimes:
+            if any(unit.sharded for unit in runtime.units):
+                times = 2 * self.micro_batches
+                runtime.tell(f"a pipeline at stage 3 gathers each unit {times} times a step; max_live_parameters keeps some between them")
 
     def _agree(self, schedule: str) -> None:
         """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""
