@@ -13,7 +13,7 @@ PRECISIONS = ("fp32", "bf16")
 
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
-    "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
+    "replicate": "replicate", "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
 }  # fmt: skip
 
 OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
@@ -123,6 +123,8 @@ class Workload:
     pin_cores: bool = False
     swap_path: str | None = None  # folder on a local disk, for contenders that offload to it
     meta: bool = False  # built on the meta device, with other weights for each contender: only to see whether it fits
+    mesh: tuple[int, ...] = ()  # ranks along pp, dp and tp, see parallel.py; (): all are data-parallel
+    micro_batches: int = 1  # of a pipeline: `sequences` of each rank are cut into so many
     checkpoint: bool = False  # each block's forward is computed again in backward
 
     def __post_init__(self) -> None:
