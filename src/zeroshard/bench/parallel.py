@@ -26,18 +26,18 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
-from ..parallel.parallelize import Parallel, next_token_loss, parallelize
-from ..parallel.stages import cut_stages
-from ..parallel.tensor_parallel import apply
 from .contenders import Bytes, Trainer
-from .plan import Contender, ModelShape, Rounds, Workload
+from .plan import Contender, ModelShape, Workload
 from .workload import blocks, build_model, build_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..parallel.parallelize import Parallel
+
 AXES, MESH, MICRO_BATCHES = ("pp", "dp", "tp"), (2, 2, 2), 4
-WORKLOAD = Workload(shape=ModelShape(seq_len=64), sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
+SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: of narrow layers a step is mostly DTensor's own host work
+WORKLOAD = Workload(shape=SHAPE, sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
 CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
 TIME_GOAL, MEMORY_GOAL = 0.8, 0.9
 Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of a place of data parallelism -> mean loss
@@ -64,12 +64,16 @@ def build(contender: Contender, workload: Workload) -> Trainer:
 def zeroshard(stage: int | None, workload: Workload, mesh: DeviceMesh) -> Parallel:
     """As a user has it: one call."""
     optimizer = partial(build_optimizer, workload=workload)
-    return parallelize(build_model(workload), mesh, optimizer=optimizer, stage=stage, micro_batches=workload.micro_batches)
+    return zs.parallelize(build_model(workload), mesh, optimizer=optimizer, stage=stage, micro_batches=workload.micro_batches)
 
 
 def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, Step, dict[str, object]]:
     """Of PyTorch's own: this rank's stage, its step, and the settings that were chosen."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    from ..parallel.parallelize import next_token_loss
+    from ..parallel.stages import cut_stages
+    from ..parallel.tensor_parallel import apply
 
     pp, count = mesh["pp"], workload.micro_batches
     index, stages = pp.get_local_rank(), pp.size()

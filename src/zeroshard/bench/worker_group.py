@@ -21,7 +21,7 @@ from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
 ANSWER_TIMEOUT_S = 600.0
-PRELOADED = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel", worker.__name__)
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)  # see _forked
 T = TypeVar("T")
 
 
