@@ -240,8 +240,9 @@ def _network(plan: Plan, say: Say) -> dict[str, Any]:
 
 
 def _parallel(plan: Plan, say: Say) -> dict[str, Any]:
-    say(f"mesh of {parallel.WORKLOAD.ranks} ranks: {len(parallel.CONTENDERS)} contenders, {plan.tiers_rounds.rounds} rounds of {plan.rounds.steps} steps")
     rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
+    what = f"{len(parallel.CONTENDERS)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+    say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
     return {"parallel": race(list(parallel.CONTENDERS), parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
 
 

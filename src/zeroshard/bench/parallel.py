@@ -1,17 +1,17 @@
-"""A mesh of 8 ranks on one host: pipeline 2 x data 2 x tensor 2, zeroshard beside PyTorch's FSDP2 over mesh["dp"].
+"""A mesh of 8 ranks on one host, pipeline 2 x data 2 x tensor 2: zeroshard beside PyTorch's FSDP2 over mesh["dp"].
 
     model --cut_stages--> 2 stages --tensor_parallel.apply--> local shards --+-- zs.shard, ZeRO-1, 2, 3   (zs.parallelize)
                                                                              +-- fully_shard              (FSDP2)
                                                                              +-- replicate                (in place of DDP)
 
-Weights, cuts, styles of tensor parallelism, the schedule (1F1B of torch.distributed.pipelining), micro-batches, AdamW and batches
-are the same for all: what differs is who shards, gathers and reduces over mesh["dp"]. The peers are set up as PyTorch's documentation and
-torchtitan have it with a pipeline: FSDP2 per block and for the stage, which stays gathered between micro-batches
-(reshard_after_forward=False); `replicate`, which is FSDP2's way without shards, in place of DistributedDataParallel, which takes no
-DTensors in several micro-batches. They are spared the division of gradients by the number of micro-batches: losses are divided.
+Weights, cuts, styles of tensor parallelism, the schedule (1F1B of torch.distributed.pipelining), micro-batches, AdamW and
+batches are the same for all: what differs is who shards, gathers and reduces over mesh["dp"]. The peers are set up as one does
+with a pipeline: FSDP2 by block and for the stage, gathered between micro-batches (reshard_after_forward=False); `replicate`,
+which is FSDP2's way without shards, since DistributedDataParallel takes no DTensors in several micro-batches. They are spared
+the division of gradients by the number of micro-batches: losses are divided.
 
-The race, its turns, ratios and memory are those of the other sections (race.py). Ranks have fewer cores than there are ranks, so
-processor time is the measure of work, and a step takes as long as all ranks together need.
+Turns, ratios and memory are those of race.py. Ranks are forked with their imports done (see worker_group.py). There are more
+ranks than cores, so a step takes as long as all ranks together need, and processor time says what that is.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contender
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
 with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`:
-what these programs give; `parallel`, as `contenders`, of a mesh of ranks; `gpu` (contenders and the largest models, or why there is none); `goals`. What was not measured is null,
-never a guess.
+what these programs give; `parallel`, as `contenders`, of a mesh of ranks; `gpu` (contenders and the largest models, or why
+there is none); `goals`. What was not measured is null, never a guess.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .host_overhead import HostWork
 from .overlap import Overlap
 from .plan import ModelShape, Rounds, Workload
 from .race import Outcome
-from .statistics import DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR, disk_ratio, formula_difference, host_memory_ratio, memory_ratio, time_ratio
+from .statistics import DISK_BOUND_FACTOR, DISK_MEMORY_FACTOR, disk_ratio, formula_difference, memory_ratio, time_ratio
 from .tables import BAD, GB, GOOD, MIB, PLAIN, WARNING, Column, Goal, Note, Sheet, goals_sheet
 
 SCHEMA = 2
@@ -80,7 +80,7 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
         for stage in (1, 2)
         for what, limit, measure in (
             ("step time", parallel.TIME_GOAL, time_ratio),
-            ("resident memory of all ranks", parallel.MEMORY_GOAL, host_memory_ratio),
+            ("resident memory of all ranks", parallel.MEMORY_GOAL, statistics.host_memory_ratio),
         )
     ),
 }
