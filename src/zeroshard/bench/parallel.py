@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,7 @@ def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, St
     model = build_model(workload)
     module = cut_stages(model, stages, [index])[0] if stages > 1 else model
     module, settings = WRAPPERS[kind](apply(module, mesh["tp"]), mesh["dp"])
-    optimizer = build_optimizer(_by_mesh(module), workload)
+    optimizer = build_optimizer(module.parameters(), workload)
     stage = PipelineStage(module, index, stages, torch.device(workload.device), group=pp.get_group())
     mean = lambda logits, targets: next_token_loss(logits, targets) / count  # noqa: E731
     schedule = Schedule1F1B(stage, count, loss_fn=mean, scale_grads=False)
@@ -96,14 +96,6 @@ def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, St
         return loss
 
     return module, step, settings
-
-
-def _by_mesh(module: nn.Module) -> list[dict[str, Any]]:
-    """Groups of an optimizer: its fused kernel takes no DTensors of several meshes at once."""
-    groups: dict[object, list[Tensor]] = {}
-    for param in module.parameters():
-        groups.setdefault(getattr(param, "device_mesh", None), []).append(param)
-    return [{"params": params} for params in groups.values()]
 
 
 def _fsdp2(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
