@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from zeroshard.bench import host_overhead, parallel, plan, plot, race, report, statistics
+from zeroshard.bench import host_overhead, plan, plot, race, report, statistics
 from zeroshard.bench.command import main
 from zeroshard.bench.micro_benchmark import Unmeasured, apart, take_turns
 from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
@@ -158,7 +158,7 @@ def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
 @pytest.mark.processes
 def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
     workload = Workload(TINY, sequences=2, ranks=2, mesh=(2, 1, 1), micro_batches=2)
-    contenders = [contender for contender in parallel.CONTENDERS if contender.name in ("zs1", "fsdp2")]
+    contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
     outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path, lambda line: None)
     assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
     results = report.Results(workload, Rounds(), parallel=outcomes, gpu_skipped=report.NOT_ASKED)

@@ -34,7 +34,17 @@ from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
 from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
 from .micro_benchmark import Unmeasured, apart
-from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
+from .plan import (
+    CONTENDERS,
+    MESH_CONTENDERS,
+    PRECISIONS,
+    TIER_CONTENDERS,
+    Contender,
+    ModelShape,
+    Rounds,
+    Workload,
+    select,
+)
 from .race import race
 from .report import NOT_ASKED, Results
 from .tables import make_console
@@ -68,6 +78,7 @@ class Plan:
     tiers_rounds: Rounds
     contenders: list[Contender]
     tier_contenders: list[Contender]
+    mesh_contenders: list[Contender]
     sections: tuple[str, ...]
     quick: bool
     largest_s: float
@@ -147,6 +158,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
         contenders=select(arguments.only, arguments.precision, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
+        mesh_contenders=select(arguments.only, arguments.precision, among=MESH_CONTENDERS),
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
@@ -241,9 +253,9 @@ def _network(plan: Plan, say: Say) -> dict[str, Any]:
 
 def _parallel(plan: Plan, say: Say) -> dict[str, Any]:
     rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
-    what = f"{len(parallel.CONTENDERS)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+    what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
     say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
-    return {"parallel": race(list(parallel.CONTENDERS), parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
+    return {"parallel": race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
 
 
 def _gpu(plan: Plan, say: Say) -> dict[str, Any]:

@@ -7,7 +7,7 @@
 Weights, cuts, styles of tensor parallelism, the schedule (1F1B of torch.distributed.pipelining), micro-batches, AdamW and
 batches are the same for all: what differs is who shards, gathers and reduces over mesh["dp"]. The peers are set up as one does
 with a pipeline: FSDP2 by block and for the stage, gathered between micro-batches (reshard_after_forward=False); `replicate`,
-which is FSDP2's way without shards, since DistributedDataParallel takes no DTensors in several micro-batches. They are spared
+which is FSDP2's way without shards: DistributedDataParallel fails in such modules (mixed tensors and DTensors). They are spared
 the division of gradients by the number of micro-batches: losses are divided.
 
 Turns, ratios and memory are those of race.py. Ranks are forked with their imports done (see worker_group.py). There are more
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 AXES, MESH, MICRO_BATCHES = ("pp", "dp", "tp"), (2, 2, 2), 4
 SHAPE = ModelShape(seq_len=32, dim=1024, layers=4, heads=16)  # wide: of narrow layers a step is mostly DTensor's own host work
 WORKLOAD = Workload(shape=SHAPE, sequences=MICRO_BATCHES, ranks=8, mesh=MESH, micro_batches=MICRO_BATCHES)
-CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
 TIME_GOAL, MEMORY_GOAL = 0.8, 0.9
 Step = Callable[[Tensor, Tensor], Tensor]  # (tokens, targets) of a place of data parallelism -> mean loss
 

@@ -88,6 +88,9 @@ TIER_CONTENDERS = (
     Contender("ds", 3),
 )
 
+# Over a mesh of pipeline, data and tensor parallelism (parallel.py).
+MESH_CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
+
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
 ON_REQUEST = ("local-bf16",)  # run only when named
 
@@ -169,7 +172,7 @@ def select(
     chosen = [c for c in among if c.precision in precisions]
     if not only:
         return [c for c in chosen if (c.name in QUICK if quick else c.name not in ON_REQUEST)]
-    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS))
+    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS))
     known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:
         if name not in known:
