@@ -26,6 +26,10 @@ def outcome(name: str, rounds_step_s: list[list[float]], **fields) -> Outcome:
     return Outcome(contender, rounds_step_s=rounds_step_s, **(defaults | fields))
 
 
+def test_every_kind_has_a_colour():
+    assert plot.COLOURS.keys() == plan.LABELS.keys()
+
+
 def test_selection_knows_names_kinds_and_precisions():
     assert [c.name for c in plan.select(("zs3", "ddp"), ("fp32",))] == ["zs3", "ddp"]
     assert [c.name for c in plan.select(("zs3",), ("fp32", "bf16"))] == ["zs3", "zs3-bf16"]
