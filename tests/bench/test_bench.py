@@ -26,6 +26,10 @@ def outcome(name: str, rounds_step_s: list[list[float]], **fields) -> Outcome:
     return Outcome(contender, rounds_step_s=rounds_step_s, **(defaults | fields))
 
 
+def test_every_kind_has_a_colour():
+    assert plot.COLOURS.keys() == plan.LABELS.keys()
+
+
 def test_selection_knows_names_kinds_and_precisions():
     assert [c.name for c in plan.select(("zs3", "ddp"), ("fp32",))] == ["zs3", "ddp"]
     assert [c.name for c in plan.select(("zs3",), ("fp32", "bf16"))] == ["zs3", "zs3-bf16"]
@@ -111,7 +115,7 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
     "arguments, text",
     [
         (["--only", "fsdp3"], "got 'fsdp3'"),
-        (["--sections", "tpu"], "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, gpu, got tpu"),
+        (["--sections", "tpu"], "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, parallel, gpu, got tpu"),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),
         (["--dim", "10"], "expected --dim divisible by --heads, got 10 and 8"),
@@ -153,3 +157,15 @@ def test_a_tiny_race_with_a_contender_that_fails(tmp_path, forked_teams):
     assert ddp.ran and [len(turn) for turn in ddp.rounds_step_s] == [2, 2]
     assert len(ddp.losses) == 1 + 4 + 1 and ddp.peak_rss > 0
     assert (tmp_path / "ddp.0.log").exists()
+
+
+@pytest.mark.processes
+def test_a_tiny_race_over_a_mesh(tmp_path, forked_teams):
+    workload = Workload(TINY, sequences=2, ranks=2, mesh=(2, 1, 1), micro_batches=2)
+    contenders = plan.select(("zs1", "fsdp2"), ("fp32",), among=plan.MESH_CONTENDERS)
+    outcomes = race.race(contenders, workload, Rounds(warmup=1, rounds=1, steps=1, memory_steps=1), tmp_path, lambda line: None)
+    assert all(o.ran and o.peak_pss_sum > 0 for o in outcomes) and statistics.losses_agree(outcomes), [o.status for o in outcomes]
+    results = report.Results(workload, Rounds(), parallel=outcomes, gpu_skipped=report.NOT_ASKED)
+    race_sheet, goals = results.sheets()
+    assert [row[0] for row in race_sheet.rows] == ["zeroshard 1", "FSDP2"] and "PSS, all" in race_sheet.headings
+    assert [goal.verdict == "not measured" for goal in results.goals] == [False, False, True, True]  # stage 2 took no part

@@ -6,6 +6,7 @@
     zeroshard bench --sections tiers,hostadam,disk --path /mnt/nvme     offload to the host and to that disk
     zeroshard bench --sections checkpoints --path /mnt/nvme             saving and loading
     zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
+    zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
     zeroshard bench --sections host              the micro-benchmarks only
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
@@ -31,9 +32,19 @@ import torch
 from ..cli.arguments import Parser, UsageError
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, plot, report, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
 from .micro_benchmark import Unmeasured, apart
-from .plan import CONTENDERS, PRECISIONS, TIER_CONTENDERS, Contender, ModelShape, Rounds, Workload, select
+from .plan import (
+    CONTENDERS,
+    MESH_CONTENDERS,
+    PRECISIONS,
+    TIER_CONTENDERS,
+    Contender,
+    ModelShape,
+    Rounds,
+    Workload,
+    select,
+)
 from .race import race
 from .report import NOT_ASKED, Results
 from .tables import make_console
@@ -49,6 +60,7 @@ SECTIONS = {  # in the order in which they are run
     "disk": "the file engine beside dd and fio",
     "checkpoints": "saving and loading beside DCP with FSDP2 and DeepSpeed",
     "network": "two nodes of two ranks with a slow link between them",
+    "parallel": "8 ranks over a mesh (pp 2, dp 2, tp 2) beside FSDP2 with the same stages and styles",
     "gpu": "one GPU: each tier, and the largest models",
 }
 QUICK_SECTIONS = ("cpu", "host", "gpu")
@@ -66,6 +78,7 @@ class Plan:
     tiers_rounds: Rounds
     contenders: list[Contender]
     tier_contenders: list[Contender]
+    mesh_contenders: list[Contender]
     sections: tuple[str, ...]
     quick: bool
     largest_s: float
@@ -145,6 +158,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
         contenders=select(arguments.only, arguments.precision, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
+        mesh_contenders=select(arguments.only, arguments.precision, among=MESH_CONTENDERS),
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
@@ -172,7 +186,7 @@ def swap_folder(given: str | None, out: Path) -> Iterator[str | None]:
 
 def _measure(plan: Plan, say: Say) -> Results:
     fields: dict[str, Any] = {"gpu_skipped": NOT_ASKED, "skipped": {}}
-    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _gpu)
+    runs = (_cpu, _tiers, _host, _hostadam, _codecs, _disk, _checkpoints, _network, _parallel, _gpu)
     for section, run in zip(SECTIONS, runs, strict=True):
         if section in plan.sections:
             try:
@@ -237,6 +251,13 @@ def _network(plan: Plan, say: Say) -> dict[str, Any]:
     return {"network": network.run(network.Plan(plan.bandwidths))}
 
 
+def _parallel(plan: Plan, say: Say) -> dict[str, Any]:
+    rounds = dataclasses.replace(plan.rounds, rounds=plan.tiers_rounds.rounds)
+    what = f"{len(plan.mesh_contenders)} contenders, {rounds.rounds} rounds of {rounds.steps} steps"
+    say(f"a mesh of {parallel.WORKLOAD.ranks} ranks: {what}")
+    return {"parallel": race(plan.mesh_contenders, parallel.WORKLOAD, rounds, plan.out / "logs-parallel", say)}
+
+
 def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
     if not torch.cuda.is_available():
         return {"gpu_skipped": "no CUDA device"}
@@ -258,6 +279,7 @@ def _finish(results: Results, out: Path, console) -> int:
     pictures = (
         (results.outcomes, ranks, out / "plot.png"),
         (results.tiers, f"{ranks}: states on the host and on disk", out / "plot_tiers.png"),
+        (results.parallel, "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2", out / "plot_parallel.png"),
         (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
     )
     drawn = [path for outcomes, title, path in pictures if plot.draw(outcomes, title, path)]

@@ -59,6 +59,7 @@ class Trainer:
         keeper: how it saves and loads (checkpoint_contenders.py).
         recorder: a context that records copies and computation on CUDA (overlap.py), where there is something to see.
         close: removes files.
+        place: among ranks with batches of their own; None: the rank.
     """
 
     step: Callable[[Tensor, Tensor], Tensor]
@@ -69,6 +70,7 @@ class Trainer:
     recorder: Callable[[], Recorder] | None = None
     close: Callable[[], None] = lambda: None
     keeper: Callable[[], Keeper] | None = None
+    place: int | None = None
 
 
 def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None):

@@ -13,7 +13,7 @@ PRECISIONS = ("fp32", "bf16")
 
 LABELS = {
     "local": "no exchange", "ddp": "DDP", "ddp+zero": "DDP + ZeroRed.Opt.",
-    "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
+    "replicate": "replicate", "fsdp2": "FSDP2", "zs": "zeroshard", "ds": "DeepSpeed", "engine": "zeroshard.deepspeed",
 }  # fmt: skip
 
 OFFLOAD_LABELS = {  # what rests elsewhere; zeroshard's options for each are in contenders.py
@@ -88,6 +88,9 @@ TIER_CONTENDERS = (
     Contender("ds", 3),
 )
 
+# Over a mesh of pipeline, data and tensor parallelism (parallel.py).
+MESH_CONTENDERS = (*(Contender("zs", stage) for stage in (1, 2, 3)), Contender("fsdp2"), Contender("replicate"))
+
 QUICK = ("zs2", "zs3", "ddp", "fsdp2", "zs3-bf16", "fsdp2-bf16")
 ON_REQUEST = ("local-bf16",)  # run only when named
 
@@ -123,6 +126,8 @@ class Workload:
     pin_cores: bool = False
     swap_path: str | None = None  # folder on a local disk, for contenders that offload to it
     meta: bool = False  # built on the meta device, with other weights for each contender: only to see whether it fits
+    mesh: tuple[int, ...] = ()  # ranks along pp, dp and tp, see parallel.py; (): all are data-parallel
+    micro_batches: int = 1  # of a pipeline: `sequences` of each rank are cut into so many
     checkpoint: bool = False  # each block's forward is computed again in backward
 
     def __post_init__(self) -> None:
@@ -167,7 +172,7 @@ def select(
     chosen = [c for c in among if c.precision in precisions]
     if not only:
         return [c for c in chosen if (c.name in QUICK if quick else c.name not in ON_REQUEST)]
-    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS))
+    everybody = dict.fromkeys((*CONTENDERS, *TIER_CONTENDERS, *MESH_CONTENDERS))
     known = {alias for c in everybody for alias in _aliases(c)}
     for name in only:
         if name not in known:

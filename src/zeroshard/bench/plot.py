@@ -8,7 +8,10 @@ from . import statistics
 from .race import Outcome
 from .tables import MIB
 
-COLOURS = {"zs": "#1b7f79", "engine": "#4fb3a5", "ddp": "#8d99ae", "ddp+zero": "#8d99ae", "fsdp2": "#d98324", "ds": "#a44a3f", "local": "#cccccc"}
+COLOURS = {
+    "zs": "#1b7f79", "engine": "#4fb3a5", "ddp": "#8d99ae", "ddp+zero": "#8d99ae", "replicate": "#8d99ae",
+    "fsdp2": "#d98324", "ds": "#a44a3f", "local": "#cccccc",
+}  # fmt: skip
 
 
 def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:

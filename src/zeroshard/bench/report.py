@@ -7,8 +7,8 @@ results.json (schema 2): `machine`, `versions`, `workload`, `rounds`; `contender
 `status` ("ran", "skipped: why", "failed: why"), seconds per step, ratios, processor time, memory in bytes,
 losses; `core_share`, the part of a core that a rank got (near 1 on a quiet machine); `tiers`, the same as `contenders`
 with bytes moved, disk speeds and bounds by round; `host_work`; `hostadam`, `codecs`, `disk`, `checkpoints`, `network`:
-what these programs give; `gpu` (contenders and the largest models, or why there is none); `goals`. What was not measured is null,
-never a guess.
+what these programs give; `parallel`, as `contenders`, of a mesh of ranks; `gpu` (contenders and the largest models, or why
+there is none); `goals`. What was not measured is null, never a guess.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from . import checkpoints, codecs, cpu_adam, disk, gpu, network, statistics
+from . import checkpoints, codecs, cpu_adam, disk, gpu, network, parallel, statistics
 from .checkpoints import Kepts
 from .host_overhead import HostWork
 from .overlap import Overlap
@@ -44,6 +44,9 @@ RACE_LEGEND = (
 TIER_LEGEND = (
     "moved: MB between host and disk a step, all ranks together. bound: those bytes over the bandwidth that all ranks\n"
     "together had in the same round, in ms. /bound, /zs3: median over rounds of the ratio of step times."
+)
+MESH_LEGEND = (
+    "PSS, all: peak MiB of all ranks at one moment, shared pages once, in processes forked with their imports done."
 )
 OVERLAP_LEGEND = "copies: between device and host in 2 steps, by CUDA events; the share of their time inside computation."
 
@@ -71,6 +74,14 @@ GOALS: dict[str, tuple[tuple[Any, ...], ...]] = {
         (f"{_ON_HOST} / DeepSpeed 3 offload, step time", 0.6, time_ratio, "zs3-host", "ds3-offload"),
         (f"{_ON_HOST} / FSDP2 offload, step time", 0.6, time_ratio, "zs3-host", "fsdp2-offload"),
         (f"stage 3, optimizer on disk / {_BOUND}, step time", 1.0, disk_ratio, "zs3-disk", "zs3"),
+    ),
+    "parallel": tuple(
+        (f"stage {stage} / FSDP2, with tp and pp, {what}", limit, measure, f"zs{stage}", "fsdp2")
+        for stage in (1, 2)
+        for what, limit, measure in (
+            ("step time", parallel.TIME_GOAL, time_ratio),
+            ("resident memory of all ranks", parallel.MEMORY_GOAL, statistics.host_memory_ratio),
+        )
     ),
 }
 
@@ -101,16 +112,18 @@ class Results:
     checkpoints: list[Kepts] = field(default_factory=list)
     network: list[network.Crossing] = field(default_factory=list)  # one per bandwidth
     codecs: list[dict[str, Any]] = field(default_factory=list)  # see codecs.measure
+    parallel: list[Outcome] = field(default_factory=list)
 
     @property
     def races(self) -> tuple[list[Outcome], ...]:
         """Outcomes of each race; losses are compared within one."""
-        return self.outcomes, self.tiers, self.gpu_outcomes
+        return self.outcomes, self.tiers, self.parallel, self.gpu_outcomes
 
     @property
     def goals(self) -> list[Goal]:
         """Those of the sections that ran."""
         found = goals_of("race", self.outcomes) + goals_of("host", self.host) + goals_of("tiers", self.tiers)
+        found += goals_of("parallel", self.parallel)
         found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
         found += codecs.goals(self.codecs)
         found += disk.goals(self.disk) if self.disk else []
@@ -133,6 +146,8 @@ class Results:
             yield Sheet(section, notes=[(f"{section}: not measured: {why}", WARNING)])
         yield from map(checkpoints.sheet, self.checkpoints)
         yield from map(network.sheet, self.network)
+        if self.parallel:
+            yield race_sheet("A mesh, pipeline x data x tensor", parallel.WORKLOAD, self.parallel)
         if self.gpu_skipped and self.gpu_skipped != NOT_ASKED:
             yield Sheet("GPU", notes=[(f"GPU section skipped: {self.gpu_skipped}", PLAIN)])
         elif self.gpu_workload is not None:
@@ -157,15 +172,20 @@ class Results:
 def race_sheet(name: str, workload: Workload, outcomes: list[Outcome], *, tiers: bool = False) -> Sheet:
     """Step time and memory of one race; with tiers also what moves and its bound."""
     shape, numel = workload.shape, max((o.numel for o in outcomes), default=0)
+    ranks = " x ".join(map(str, workload.mesh or (workload.ranks,)))
     title = (
-        f"{name}: GPT of {numel / 1e6:.1f}M parameters (dim {shape.dim}, {shape.layers} layers), {workload.ranks} "
-        f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a rank, "
-        "fused AdamW"
+        f"{name}: GPT of {numel / 1e6:.1f}M parameters (dim {shape.dim}, {shape.layers} layers), {ranks} "
+        f"rank{'s' * (workload.ranks > 1)} on {workload.device}, {workload.sequences} x {shape.seq_len} tokens a "
+        f"{'place of data parallelism' if workload.mesh else 'rank'}, fused AdamW"
     )
     ran = list(statistics.by_name(outcomes).values())
     notes = [(TIER_LEGEND if tiers else RACE_LEGEND, PLAIN), *(_disk_note(o) for o in ran if tiers and o.disk)]
     notes += [(f"{o.contender.label} {o.status}", WARNING) for o in outcomes if not o.ran]
-    return Sheet.of(title, _race_columns(outcomes, workload.device == "cuda", tiers), ran, notes + _loss_notes(outcomes))
+    columns = _race_columns(outcomes, workload.device == "cuda", tiers)
+    if workload.mesh:
+        columns[-1:-1] = [Column("PSS, all", lambda o: o.peak_pss_sum, ".0f", 1 / MIB)]
+        notes.append((MESH_LEGEND, PLAIN))
+    return Sheet.of(title, columns, ran, notes + _loss_notes(outcomes))
 
 
 def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Column]:
@@ -301,6 +321,11 @@ def write_json(results: Results, path: Path) -> None:
         "disk": results.disk or results.skipped.get("disk"),
         "checkpoints": {kepts.size: asdict(kepts) for kepts in results.checkpoints},
         "network": [asdict(crossing) for crossing in results.network] or results.skipped.get("network"),
+        "parallel": {
+            "workload": asdict(parallel.WORKLOAD),
+            "contenders": _entries(results.parallel),
+            "losses_agree": statistics.losses_agree(results.parallel),
+        } if results.parallel else results.skipped.get("parallel"),
         "gpu": results.gpu_skipped or _gpu_entry(results),
         "goals": [asdict(goal) | {"verdict": goal.verdict} for goal in results.goals],
     }  # fmt: skip

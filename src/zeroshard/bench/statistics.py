@@ -65,6 +65,13 @@ def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | Non
     return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
 
 
+def host_memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
+    """Ratio of the peaks of resident memory of all ranks together, a shared page counted once, while stepping."""
+    found = by_name(outcomes)
+    peaks = [found[name].peak_pss_sum for name in (ours, theirs) if name in found]
+    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
+
+
 def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:
     """Whose losses those of `outcome` are compared with: DDP, else FSDP2, else the first of the same precision."""
     same = [o for o in outcomes if _comparable(o) and o.contender.precision == outcome.contender.precision]

@@ -29,7 +29,7 @@ class Goal:
     text: str
     value: float | None
     limit: float
-    section: str  # "race", "host", "tiers", "hostadam", "codecs", "disk", "checkpoints" or "network"
+    section: str  # "race", "host", "tiers", "hostadam", "codecs", "disk", "checkpoints", "network" or "parallel"
     at_least: bool = False  # the limit is one from below
 
     @property

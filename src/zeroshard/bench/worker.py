@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import contenders, memory
+from . import contenders, memory, parallel
 from .checkpoint_contenders import Keeper, copy_seconds
 from .disk_bandwidth import Burst, DiskProbe, write_bulk
 from .overlap import Overlap
@@ -130,7 +130,8 @@ class _Rank:
         torch.set_num_threads(1)
         _join_group(post)
         self.baseline_rss = memory.peak_rss_nbytes()
-        self.trainer = contenders.BUILDERS[post.contender.kind](post.contender, self.workload)
+        build = parallel.build if self.workload.mesh else contenders.BUILDERS[post.contender.kind]
+        self.trainer = build(post.contender, self.workload)
         pipe.send(Ready(time.monotonic() - begun, self.trainer.settings, parameter_count(self.workload)))
 
     def turn(self, first_step: int, steps: int, lead_in: int = 0) -> Turn:
@@ -233,7 +234,8 @@ class _Rank:
         self.trainer.close()
 
     def _batches(self, first_step: int, steps: int) -> list:
-        return [batch(self.workload, first_step + i, self.post.rank) for i in range(steps)]
+        place = self.post.rank if self.trainer.place is None else self.trainer.place
+        return [batch(self.workload, first_step + i, place) for i in range(steps)]
 
 
 def one_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
 ANSWER_TIMEOUT_S = 600.0
+PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)  # see _forked
 T = TypeVar("T")
 
 
@@ -34,10 +35,10 @@ class Team:
     def __init__(self, contender: Contender, workload: Workload, log_dir: Path) -> None:
         self.contender, self.ready = contender, ()
         self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
-        context = multiprocessing.get_context("spawn")
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
         with one_thread_per_rank():
+            context = _forked() if workload.mesh else multiprocessing.get_context("spawn")
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")
@@ -148,6 +149,14 @@ def turned(items: list[T], index: int) -> list[T]:
     """The order of a round: it turns, so that nobody always follows the same."""
     at = index % len(items) if items else 0
     return items[at:] + items[:at]
+
+
+def _forked() -> multiprocessing.context.BaseContext:
+    """Processes that begin with everything imported: with many ranks to a core imports would take minutes."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    multiprocessing.set_forkserver_preload(list(PRELOADED))
+    return multiprocessing.get_context("forkserver")
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def optimizer_options(workload: Workload) -> dict[str, object]:
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, which FSDP2's documentation says to shard one by one."""
-    return [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module]
+    return [child for module in model.modules() if isinstance(module, nn.ModuleList) for child in module.children()]
 
 
 def batch(workload: Workload, step: int, rank: int) -> tuple[Tensor, Tensor]:
