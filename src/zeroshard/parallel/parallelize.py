@@ -172,7 +172,7 @@ class Parallel:
         self.pipeline: Pipeline | None = None
         if "pp" in mesh.mesh_dim_names and mesh["pp"].size() > 1:
             self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=loss, schedule=schedule)
-        self.traffic = Traffic(mesh, self.models)
+        self.traffic = Traffic(mesh, self.models, self.pipeline)
 
     @property
     def model(self) -> nn.Module:
