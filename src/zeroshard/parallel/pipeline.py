@@ -33,6 +33,7 @@ from ..comm.diagnosis import judge
 from ..comm.process_group import DistComm
 from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
+from ..tensor.distributed import is_distributed
 from ..utils.tensor_tree import find_tensors
 from ..zero.runtime import Runtime, runtime_of
 from .tied import TiedParameters, exchange_objects
@@ -349,7 +350,7 @@ class Pipeline:
             stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
         self._made += stages
         one = issubclass(self._class, PipelineScheduleSingle)
-        loss = lambda output, target: self.loss(output, target) / self.micro_batches  # noqa: E731
+        loss = lambda output, target: whole(self.loss(output, target)) / self.micro_batches  # noqa: E731
         return self._class(stages[0] if one else stages, self.micro_batches, loss_fn=loss, scale_grads=False)
 
     @torch.no_grad()
@@ -373,6 +374,11 @@ class Pipeline:
         """As `_shapes` where nobody tells: what passes between stages is as `cut_stages` has seen it."""
         hidden = [(self.stages[0].pipeline_stage.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count
+
+
+def whole(loss: Tensor) -> Tensor:
+    """Of a loss that is a DTensor, as loss_parallel makes it, the value."""
+    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
 
 
 def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:

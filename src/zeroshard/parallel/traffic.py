@@ -28,10 +28,14 @@ class _Count(TorchDispatchMode):
     """Bytes of functional collectives, by the name of their group."""
 
     def __init__(self, axes: dict[str, tuple[str, int]], found: dict[str, float]) -> None:
+        from torch.distributed.tensor import DTensor
+
         super().__init__()
-        self.axes, self.found = axes, found
+        self.axes, self.found, self.distributed = axes, found, DTensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, self.distributed) for kind in types):
+            return NotImplemented  # first what a DTensor makes of it: else its collectives would not be seen
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             passes = _PASSES.get(func._schema.name.partition("::")[2])
