@@ -2,6 +2,11 @@
 
     results = run_threads(4, train, config)     # train(rank, config) in four threads; zs.shard just works in each
 
+And a world of one process: rank r of any mesh, with nobody else there, on tensors without memory.
+
+    with imagined_mesh({"pp": 12, "dp": 8, "tp": 4}, rank=0) as mesh:
+        run = zs.parallelize(model, mesh, ...)
+
 Torch's global random generator is shared by all threads: draw with a torch.Generator of your own, or before. Automatic
 collection of garbage rests until the threads have ended.
 """
@@ -11,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import math
 import sys
 import threading
 import time
@@ -18,6 +24,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .comm import backend_select
 from .comm.failure import failure_of
@@ -62,6 +71,27 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
         ) else None
         raise error
     return results
+
+
+@contextlib.contextmanager
+def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of which this process is one rank, and nobody the others: torch's fake process group, and fake tensors.
+
+    axes: ranks along each, outermost first. What runs is what would run on that rank; sizes, the ledger and the bytes of all
+    collectives are true, numbers there are none. Build the model on the meta device.
+    """
+    from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _clear_fast_path_sharding_prop_cache()  # they remember meshes by their shape, and with them the groups of another rank
+    _clear_python_sharding_prop_cache()
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield mesh
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
     gloo, all ranks on one Linux host     SharedComm over processes
     gloo across hosts                     DistComm; where several are on one, they have a SharedComm besides (`local`)
     nccl                                  DistComm
+    fake (torch's fake process group)     FakeComm: this rank of a world in which nobody else is
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import ConfigError, did_you_mean
 from ..utils.host import host_identity, node_identity
 from .base import Comm
+from .fake import FakeComm
 from .failure import failure_of, last_words, note_exits
 from .process_group import DistComm, backend_for
 from .rendezvous import Door
@@ -84,6 +86,8 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
         return _local.comm
     if not (dist.is_available() and dist.is_initialized()):
         return _solo(device, stall_timeout_s)
+    if is_imagined():
+        return FakeComm(dist.get_rank(), dist.get_world_size(), device)
     world = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
@@ -93,6 +97,11 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
         _live.add(_by_group[key][1])
         _hook_failures()
     return _by_group[key][1]
+
+
+def is_imagined() -> bool:
+    """Whether the process group is torch's fake one, whose collectives return at once: for planning and for counting."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() == "fake"
 
 
 def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[int]] | None]:
@@ -135,6 +144,9 @@ def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: 
             f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. A rank "
             "outside of a group has none to pass: each rank passes the group that it is in."
         )
+    if is_imagined():
+        world = FakeComm(dist.get_rank(), dist.get_world_size(), device)
+        return world.subgroup([dist.get_process_group_ranks(group)])
     comm = DistComm(group, device, stall_timeout_s)
     _live.add(comm)
     _hook_failures()

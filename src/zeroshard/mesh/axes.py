@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import backend_select
@@ -59,6 +60,11 @@ def axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str
 
     Raises ConfigError for what is no mesh, axes that are nothing to us, and DTensors over axes that are not the mesh's model axes.
     """
+    with unset_fake_temporarily():  # a mesh is a tensor of ranks, whose numbers are asked for
+        return _axes_of(mesh, comm, distributed)
+
+
+def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
     if mesh is None and isinstance(comm, DeviceMesh) and distributed:
         mesh, comm = comm._get_root_mesh(), None
     if mesh is None:

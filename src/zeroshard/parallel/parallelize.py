@@ -22,7 +22,7 @@ from ..config import Config
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..zero.runtime import runtime_of
-from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of
+from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .plans import Plan, divides, plan_for
 from .stages import StandIn, cut_stages
 from .tensor_parallel import apply
@@ -79,7 +79,10 @@ def parallelize(
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
         modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts)
     if chosen is not None:
-        modules = [apply(m, mesh["tp"], _of_stage(chosen, m), sequence_parallel=sequence_parallel, loss_parallel=loss_parallel) for m in modules]
+        for module in modules:
+            part = _of_stage(chosen, module)
+            stays_cut = loss_parallel and (part.head is not None or chosen.head is None)  # apply says where there is no head at all
+            apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None if optimizer is None else optimizer(module.parameters()) for module in modules]
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
@@ -172,7 +175,7 @@ class Parallel:
         self.pipeline: Pipeline | None = None
         if "pp" in mesh.mesh_dim_names and mesh["pp"].size() > 1:
             self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=loss, schedule=schedule)
-        self.traffic = Traffic(mesh, self.models)
+        self.traffic = Traffic(mesh, self.models, self.pipeline)
 
     @property
     def model(self) -> nn.Module:
@@ -233,8 +236,8 @@ class Parallel:
             held = number + 1 < len(inputs)
             with api.accumulate(self.model) if held else contextlib.nullcontext():
                 loss = self.loss(_logits(self.model(x)), y) / len(inputs)
-                _whole(loss).backward()
-            losses.append(_whole(loss.detach()).float())
+                whole(loss).backward()
+            losses.append(whole(loss.detach()).float())
         return torch.stack(losses).sum()
 
     def close(self) -> None:
@@ -257,6 +260,3 @@ def _logits(output: Any) -> Tensor:
         return output
     return output.logits if hasattr(output, "logits") else output[0]
 
-
-def _whole(loss: Tensor) -> Tensor:
-    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import time
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,13 +28,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
+from ..comm.backend_select import is_imagined
 from ..comm.diagnosis import judge
 from ..comm.process_group import DistComm
 from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
+from ..tensor.distributed import is_distributed
 from ..utils.tensor_tree import find_tensors
 from ..zero.runtime import Runtime, runtime_of
-from .tied import TiedParameters
+from .tied import TiedParameters, exchange_objects
 
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # the first and the last stage are on one rank
@@ -77,7 +80,9 @@ class _Weight:
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with the backwards of a sharded module."""
+    """torch's stage, with the backwards of a sharded module. sent_nbytes: of activations and their gradients, to other ranks."""
+
+    sent_nbytes = 0
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False) -> Any:
         runtime = runtime_of(self.submod)
@@ -101,9 +106,23 @@ class _Stage(PipelineStage):
         self._note(f"activations of micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}")
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, ops: list[Any]) -> list[Any]:
+        self.sent_nbytes += sum(op.tensor.nbytes for op in ops)
+        return ops
+
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
         self._note(f"gradients of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}")
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _warmup_backward_result(self, received_result: Any = None) -> Any:
+        """What stages have voted: whether each was told the shapes of what it is given. All of ours are; nobody else is there to say so."""
+        return types.SimpleNamespace(item=lambda: 1) if is_imagined() else super()._warmup_backward_result(received_result)
 
     def _note(self, what: str) -> None:
         """For who asks when a wait lasts too long."""
@@ -177,9 +196,11 @@ class Pipeline:
         self.own = stages_of(self.rank, self.ranks, len(self.stages), schedule)
         self.count = self.ranks * len(self.stages)
         self._built: dict[Any, Any] = {}
+        self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
-        dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
-        self.tied = TiedParameters(self.stages, self.own, self.group)
+        if not is_imagined():
+            dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
+        self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
         for runtime in self.runtimes:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
@@ -189,8 +210,7 @@ class Pipeline:
         """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""
         wrong = self._wrong(schedule)
         mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, mine, group=self.group)
+        told = exchange_objects(mine, self.group)
         wrong = next((row[0] for row in told if row[0]), None)
         if wrong is None and any(row != told[0] for row in told):
             wrong = f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
@@ -204,9 +224,7 @@ class Pipeline:
                     f"micro_batches: data-parallel ranks {runtime.comm.ranks} have {counts}: give all the same number, since each reduces "
                     "its gradients once a step."
                 )
-        told = [None] * self.ranks
-        dist.all_gather_object(told, wrong, group=self.group)
-        wrong = next((text for text in told if text), None)
+        wrong = next((text for text in exchange_objects(wrong, self.group) if text), None)
         if wrong is not None:
             raise ConfigError(wrong)
 
@@ -295,6 +313,11 @@ class Pipeline:
             raise failure.raised("a step of a pipeline") from error
 
     @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent to other stages so far: activations, their gradients, and those of tied parameters."""
+        return sum(stage.sent_nbytes for stage in self._made) + self.tied.sent_nbytes
+
+    @property
     def _has_last(self) -> bool:
         return self.count - 1 in self.own
 
@@ -329,14 +352,17 @@ class Pipeline:
                 for at in (index, index + 1)
             )
             stages.append(_Stage(module, index, self.count, self.device, input_args=given, output_args=made, group=self.group))
+        self._made += stages
         one = issubclass(self._class, PipelineScheduleSingle)
-        loss = lambda output, target: self.loss(output, target) / self.micro_batches  # noqa: E731
+        loss = lambda output, target: whole(self.loss(output, target)) / self.micro_batches  # noqa: E731
         return self._class(stages[0] if one else stages, self.micro_batches, loss_fn=loss, scale_grads=False)
 
     @torch.no_grad()
     def _shapes(self, inputs: tuple, kwargs: dict) -> list[list[tuple[torch.Size, torch.dtype]]]:
         """What each stage is given, and what the last returns: one forward after the other, in evaluation, on zeros."""
         shapes = [[(x.shape, x.dtype) for x in inputs]]
+        if is_imagined():
+            return self._assumed_shapes(inputs, shapes)
         for number in range(self.count):
             told: list[Any] = [None]
             if number in self.own:
@@ -347,6 +373,16 @@ class Pipeline:
             dist.broadcast_object_list(told, source, group=self.group)
             shapes.append(told[0])
         return shapes
+
+    def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
+        """As `_shapes` where nobody tells: what passes between stages is as `cut_stages` has seen it."""
+        hidden = [(self.stages[0].pipeline_stage.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
+        return shapes + [hidden] * self.count
+
+
+def whole(loss: Tensor) -> Tensor:
+    """Of a loss that is a DTensor, as loss_parallel makes it, the value."""
+    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
 
 
 def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:

@@ -62,6 +62,7 @@ class Place:
     passage: Passage = field(default_factory=Passage, compare=False)
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the model's forward, unless they are given
     example: Callable[[Tensor], Tensor] | None = None  # of hidden states -> an input of the model with their shape
+    hidden: Callable[[Tensor], torch.Size] | None = None  # and back: an input of the model -> the shape of hidden states
 
 
 class Stage:
@@ -221,6 +222,7 @@ class _Uses:
     direct: set[str]  # parameters that are used while their module is not called
     leading: int  # so many dimensions of input and hidden states are the same
     tail: tuple[int, ...]  # the others, of the input
+    width: tuple[int, ...] = ()  # and of hidden states
 
 
 class _Watch(TorchFunctionMode):
@@ -268,7 +270,7 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
             hidden = args[0] if args else kwargs[_hidden_argument(kwargs)]
             uses.order.append(number)
             uses.leading = _agreeing(example, hidden)
-            uses.tail = tuple(example.shape[uses.leading :])
+            uses.tail, uses.width = tuple(example.shape[uses.leading :]), tuple(hidden.shape[uses.leading :])
             phase[0] = f"in block {number}"
 
         return hook
@@ -412,12 +414,15 @@ class _Cutter:
 
     def stage(self, index: int, ranges: list[range], ties: tuple[Tie, ...]) -> nn.Module:
         mine = tuple(tie for tie in ties if index in tie.names)
-        dtype, leading, tail = self.example.dtype, self.uses.leading, self.uses.tail
+        dtype, leading, tail, width = self.example.dtype, self.uses.leading, self.uses.tail, self.uses.width
 
         def example(hidden: Tensor) -> Tensor:
             return torch.zeros(*hidden.shape[:leading], *tail, dtype=dtype, device=hidden.device)
 
-        self.place = Place(index, len(ranges), ranges[index], mine, kwargs=self.kwargs, example=example)
+        def hidden(given: Tensor) -> torch.Size:
+            return torch.Size((*given.shape[:leading], *width))
+
+        self.place = Place(index, len(ranges), ranges[index], mine, kwargs=self.kwargs, example=example, hidden=hidden)
         self.config = self._config()
         self.made: dict[int, nn.Module] = {}
         shared = [] if index == 0 else [self.model.get_parameter(tie.names[index]) for tie in mine]

@@ -10,13 +10,14 @@ slice that it has the slice of the rank of the other stage with which it is in o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.backend_select import is_imagined
 from ..errors import ModelMismatch
 from ..optim.parameter_access import value_of
 from ..zero.runtime import runtime_of
@@ -26,9 +27,9 @@ from ..zero.unit import ParamGroup
 class TiedParameters:
     """The parameters that stages of this rank share with others of its pipeline."""
 
-    def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Collective: values become those of the lowest stage that has them."""
-        self.group = group
+    def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]) -> None:
+        """Collective: values become those of the lowest stage that has them. rank_of: number of a stage -> its rank in the group."""
+        self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
         for number, stage in zip(own, stages, strict=True):
             place = getattr(stage, "pipeline_stage", None)
@@ -37,9 +38,8 @@ class TiedParameters:
                 self.copies.setdefault(tuple(sorted(tie.names.items())), {})[number] = found
                 spec = found[0].specs[found[1]]
                 spec.counts = spec.counts and number == min(tie.names)  # once in a norm
-        mine: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(mine, {key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group=group)
-        self.holders = {key: {n: rank for rank, told in enumerate(mine) for n in told.get(key, ())} for told in mine for key in told}
+        mine = exchange_objects({key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group)
+        self.holders = {key: {number: rank_of(number) for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
             if len(set(layouts.values())) > 1:
@@ -47,7 +47,8 @@ class TiedParameters:
                     f"{' and '.join(layouts)} are tied across stages, and lie differently there: {layouts} (dtype, begin, end). Give the "
                     "stages the same options: data-parallel ranks, ZeRO stage, dtypes."
                 )
-            self._equalise(key)
+            if not is_imagined():
+                self._equalise(key)
 
     def _equalise(self, key: tuple) -> None:
         """The value of the lowest stage is given to the others, whole, once."""
@@ -84,6 +85,7 @@ class TiedParameters:
                 if rank == me:
                     others = {other for other in self.holders[key].values() if other != me}
                     works += [dist.isend(parts[number], group=self.group, group_dst=other, tag=number) for other in others]
+                    self.sent_nbytes += len(others) * parts[number].nbytes
                 else:
                     parts[number] = torch.empty_like(mine)
                     works.append(dist.irecv(parts[number], group=self.group, group_src=rank, tag=number))
@@ -94,6 +96,14 @@ class TiedParameters:
                 total += parts[number]
             for group, index in held.values():
                 _set_gradient(group, index, total)
+
+
+def exchange_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of the group has given (collective). Imagined ranks give the same as this one."""
+    told: list[Any] = [value] * dist.get_world_size(group)
+    if not is_imagined():
+        dist.all_gather_object(told, value, group=group)
+    return told
 
 
 def _find(stage: nn.Module, name: str) -> tuple[ParamGroup, int]:

@@ -1,8 +1,8 @@
 """What each axis of a mesh sends in a step, counted: tensor parallelism's collectives, activations between stages, ZeRO's own.
 
-The second step is counted (the first one may make buffers), and each after which it is asked for: to count, every collective of
-torch is looked at while it is dispatched. Bytes are those that this rank hands to a collective's ring, as in docs/communication.md: an
-all-gather or reduce-scatter of n bytes over N ranks sends n (N - 1) / N, an all-reduce twice that.
+The second step is counted (the first one may make buffers): every collective of torch in it is looked at while it is dispatched.
+Bytes are those that this rank hands to a collective's ring, as in docs/communication.md: an all-gather or reduce-scatter of n bytes
+over N ranks sends n (N - 1) / N, an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..zero.runtime import runtime_of
+from .pipeline import Pipeline
 
 _COUNTED_STEP = 1
 _PASSES = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0, "broadcast": 1.0}
@@ -25,10 +26,14 @@ class _Count(TorchDispatchMode):
     """Bytes of functional collectives, by the name of their group."""
 
     def __init__(self, axes: dict[str, tuple[str, int]], found: dict[str, float]) -> None:
+        from torch.distributed.tensor import DTensor
+
         super().__init__()
-        self.axes, self.found = axes, found
+        self.axes, self.found, self.distributed = axes, found, DTensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, self.distributed) for kind in types):
+            return NotImplemented  # first what a DTensor makes of it: else its collectives would not be seen
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             passes = _PASSES.get(func._schema.name.partition("::")[2])
@@ -40,35 +45,47 @@ class _Count(TorchDispatchMode):
 
 
 class Traffic:
-    """Bytes that this rank sends in a step, by axis."""
+    """Bytes that this rank sends in a step, by axis. Messages that only say what comes next, and losses, are not among them."""
 
-    def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module]) -> None:
-        self.runtimes = [runtime_of(model) for model in models]
+    def __init__(self, mesh: DeviceMesh, models: Sequence[nn.Module], pipeline: Pipeline | None = None) -> None:
+        self.runtimes, self.pipeline = [runtime_of(model) for model in models], pipeline
         names = [name for name in mesh.mesh_dim_names or () if name in ("tp", "ep") and mesh[name].size() > 1]
         self._axes = {mesh[name].get_group().group_name: (name, mesh[name].size()) for name in names}
-        self.counted: dict[str, float] = {}
-        self._steps, self._sent_before = 0, 0
+        self._found: dict[str, float] = {}
+        self._steps = 0
+        self._before: dict[str, float] = {}
+        self._after: dict[str, float] = {}
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around forward and backward of a step."""
+        """Around forward and backward of a step. What the optimizer sends counts until the next one begins."""
         counting = self._steps == _COUNTED_STEP
+        if self._steps == _COUNTED_STEP + 1:
+            self._after = self._totals()
         self._steps += 1
         if not counting:
             yield
             return
-        self._sent_before = self._zero_sent()
+        self._before = self._totals()
         found: dict[str, float] = dict.fromkeys((axis for axis, _ in self._axes.values()), 0.0)
         with _Count(self._axes, found) if self._axes else contextlib.nullcontext():
             yield
-        found["dp"] = float(self._zero_sent() - self._sent_before)
-        self.counted = found
+        self._found = found
 
-    def _zero_sent(self) -> int:
-        return sum(entry.nbytes for runtime in self.runtimes for entry in runtime.ledger.traffic.values())
+    @property
+    def counted(self) -> dict[str, float]:
+        """Bytes by axis, of "tp", "ep", "pp" and "dp"; before the second step nothing."""
+        if not self._before:
+            return {}
+        after = self._after or self._totals()
+        return self._found | {axis: after[axis] - before for axis, before in self._before.items()}
+
+    def _totals(self) -> dict[str, float]:
+        zero = sum(entry.nbytes for runtime in self.runtimes for entry in runtime.ledger.traffic.values())
+        return ({} if self.pipeline is None else {"pp": float(self.pipeline.sent_nbytes)}) | {"dp": float(zero)}
 
     def text(self) -> str:
         """A line for each axis; before the second step, that nothing has been counted."""
         if not self.counted:
             return "what the axes send is counted in the second step"
-        return "\n".join(f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a forward and backward" for axis, nbytes in self.counted.items())
+        return "\n".join(f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.counted.items())
