@@ -150,9 +150,9 @@ def check_replicas(comm: Comm, first: bool, tensors: list[tuple[str, Tensor]]) -
     names = [name for name in everyone[0] if any(told.get(name) != everyone[0][name] for told in everyone)]
     if names:
         raise ModelMismatch(
-            f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give all ranks "
-            "the same values (the same seed before the model is made); what is a part of a larger parameter has to say so: a DTensor "
-            "(parallelize_module, distribute_tensor, DTensor.from_local)."
+            f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give all "
+            "ranks the same values (the same seed before the model is made); what is a part of a larger parameter has to say so: a "
+            "DTensor (parallelize_module, distribute_tensor, DTensor.from_local)."
         )
 
 
