@@ -9,7 +9,6 @@ import random
 import shutil
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -19,7 +18,7 @@ from helpers import token_batches
 from torch import nn
 
 import zeroshard as zs
-from zeroshard.checkpoint import bulk_reader, loading, read_buffers, resolver, safetensors, writing
+from zeroshard.checkpoint import bulk_reader, loading, read_buffers, resolver, safetensors, state_map, writing
 from zeroshard.optim import state_loading
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -221,8 +220,7 @@ def test_at_another_number_of_ranks_every_generator_is_seeded_anew_from_rank_0(t
 
     def drawn(rank, before):  # generators are the process's, so that ranks in threads would share them
         random.seed(before), numpy.random.seed(before), torch.manual_seed(before)
-        one = SimpleNamespace(opened=opened, comm=SimpleNamespace(rank=rank, world_size=3))
-        assert loading._Loading._take_generators(one) == "reseeded"
+        state_map.seed_generators(opened.generators, rank)
         return random.random(), numpy.random.rand(), float(torch.rand(()))
 
     first, second = drawn(0, before=1), drawn(1, before=1)

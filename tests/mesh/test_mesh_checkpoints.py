@@ -78,3 +78,18 @@ def test_what_is_alike_is_written_once(tmp_path):
         files = [file for file in (tmp_path / place).rglob("*") if file.is_file() and file.name != "whole.safetensors"]
         totals[place] = sum(file.stat().st_size for file in files)
     assert totals["groups"] <= totals["hpz"], totals
+
+
+@pytest.mark.parametrize("place", ["groups", "groups of 1"])
+def test_what_a_checkpoint_of_groups_leaves_out_is_known_again(place, tmp_path):
+    """Each group of ranks holds all of it: it counts once."""
+    world_size, network, options = PLACES[place]
+
+    def on_rank(rank, more):
+        model = copy.deepcopy(MODEL)
+        model.blocks[0].requires_grad_(False)
+        model, optimizer = zs.shard(model, adamw([p for p in model.parameters() if p.requires_grad]), **options, **more)
+        zs.save(tmp_path, model, optimizer, trained_only=True)
+        return zs.load(tmp_path, model, optimizer).facts["trained_only"]
+
+    assert all(on_ranks(world_size, network, on_rank))

@@ -88,6 +88,7 @@ def _layouts(rank, meshes, root, name, found):
         step(model, optimizer, number, mesh["dp"].get_local_rank(), 2)
     zs.save(root / name, model, optimizer, extra={"of_rank": rank, "name": name})
     zs.save_safetensors(model, root / f"{name}.safetensors", dtype=torch.float32)
+    zs.save_safetensors(model, root / ("here" if rank == 0 else "not here") / f"{name}.safetensors", dtype=torch.float32)
     found["saved"] = whole(model)
     found["streamed"] = {k: v for part in zs.stream_full_tensors(model, max_nbytes=500, masters=True) for k, v in part.items()}
     for where, mesh in meshes.items():
@@ -114,13 +115,13 @@ def _beside_the_weights(rank, meshes, root, found):
             parallelized(model, mesh["tp"])
         return zs.shard(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), mesh=mesh, stage=3)
 
-    mesh = meshes["dp2 x tp2"]
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     model, optimizer = frozen(mesh)
     average = zs.ema(model, decay=0.5)
-    step(model, optimizer, 0, mesh["dp"].get_local_rank(), 2)
+    step(model, optimizer, 0, mesh["dp_replicate"].get_local_rank(), 2)
     zs.save(root / "frozen", model, optimizer, extra={"ema": average}, asynchronous=True).wait()
     found["saved"], found["average"] = whole(model), average.full_state_dict()
-    for where, mesh in meshes.items():
+    for where, mesh in [*meshes.items(), ("groups x tp2", mesh)]:
         model, optimizer = frozen(mesh)
         average = zs.ema(model, decay=0.5)
         zs.load(root / "frozen", model, optimizer, extra={"ema": average})
@@ -202,6 +203,7 @@ def equal_ends(found, root, mesh):
 def results(tmp_path_factory):
     """(folder, what this process has saved, what each rank has found)."""
     root, mine = tmp_path_factory.mktemp("meshes"), {}
+    (root / "here").mkdir()
     for name, options in OPTIONS.items():
         model, optimizer = sharded(**options)
         for number in range(2):
@@ -220,7 +222,7 @@ def results(tmp_path_factory):
         deeper = seeded(Net)
         deeper.blocks["2"] = copy.deepcopy(deeper.blocks["1"])
         zs.save(root / name / "deeper", *zs.shard(deeper, two_groups(deeper)))
-    return root, mine, run_processes(_on_ranks, WORLD, root, timeout_s=110)
+    return root, mine, run_processes(_on_ranks, WORLD, root, timeout_s=150)
 
 
 def assert_equal(got, want, what=""):
@@ -249,6 +251,7 @@ def test_whole_tensors_leave_a_mesh_as_files_and_as_a_stream(name, results):
     root, _, everyone = results
     saved = everyone[0][name]["saved"]
     file = load_file(root / f"{name}.safetensors")
+    assert (root / "here" / f"{name}.safetensors").read_bytes() == (root / f"{name}.safetensors").read_bytes()  # what ranks sent
     assert file.keys() == {key for key in saved if key in everyone[0][name]["streamed"]} - {"head.weight"}
     for each in everyone:
         for key, value in each[name]["streamed"].items():
@@ -281,7 +284,7 @@ def test_each_rank_gets_its_own_back_where_the_mesh_is_the_same(results):
 
 def test_averages_and_trained_parameters_alone(results):
     for found in (each["beside"] for each in results[2]):
-        for where in LAYOUTS:
+        for where in (*LAYOUTS, "groups x tp2"):
             assert_equal(found["loaded", where], found["saved"], where)
             assert_equal(found["averaged", where], found["average"], where)
 

@@ -16,18 +16,26 @@ from zeroshard.parallel.stages import cut_stages
 from zeroshard.zero.runtime import runtime_of
 
 WORLD, STALL_S = 4, 4.0
-CELLS = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
-    *((stage, "1F1B", 1, stage > 1, None) for stage in range(4)),
-    *((stage, "1F1B", 1, True, 0.5) for stage in (0, 2)),
-    (2, "Interleaved1F1B", 2, True, 0.5),
+SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
+FEW = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
+    (0, "1F1B", 1, False, None),
+    (2, "1F1B", 1, True, 0.5),
+    (3, "1F1B", 1, True, None),
     (1, "GPipe", 1, True, None),
-    (2, "LoopedBFS", 2, False, None),
-    (1, "Interleaved1F1B", 2, True, None),
-    (3, "Interleaved1F1B", 2, True, None),
-    *((stage, "InterleavedZeroBubble", 2, stage == 1, None) for stage in (0, 1, 3)),
-    *((stage, "ZBVZeroBubble", 2, True, None) for stage in (0, 2, 3)),
-    (2, "DualPipeV", 2, False, None),
+    (1, "Interleaved1F1B", 2, True, 0.5),
+    (1, "InterleavedZeroBubble", 2, True, None),
+    (2, "ZBVZeroBubble", 2, True, None),
 ]
+CELLS = [
+    *FEW,
+    *((stage, "1F1B", 1, stage > 1, None) for stage in (1, 2)),
+    (0, "1F1B", 1, True, 0.5),
+    (2, "LoopedBFS", 2, False, None),
+    (3, "Interleaved1F1B", 2, True, None),
+    *((stage, "InterleavedZeroBubble", 2, False, None) for stage in (0, 3)),
+    *((stage, "ZBVZeroBubble", 2, True, None) for stage in (0, 3)),
+    (2, "DualPipeV", 2, False, None),
+] if SLOW else FEW
 
 
 def _stages(mesh, stage, schedule, per_rank, tied, max_norm=None):
@@ -95,13 +103,7 @@ def _all(rank, ranks, cells):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    found = {}
-    for cell in cells:
-        begin = time.time()
-        found[cell] = _train(mesh, *cell)
-        if os.environ.get("TIMES") and rank == 0:
-            print(cell, round(time.time() - begin, 2), flush=True)
-    return mesh["dp"].get_local_rank(), found, _skips(mesh, rank), _adds_up(mesh)
+    return mesh["dp"].get_local_rank(), {cell: _train(mesh, *cell) for cell in cells}, _skips(mesh, rank), _adds_up(mesh)
 
 
 @pytest.mark.processes
@@ -110,7 +112,7 @@ def test_bits_of_one_process():
     for _, schedule, _, tied, max_norm in CELLS:
         task = tied, schedule == "LoopedBFS", max_norm
         expected[task] = expected.get(task) or kit.one_process(tied, 2, *task[1:])
-    results = run_processes(_all, WORLD, CELLS, timeout_s=150)
+    results = run_processes(_all, WORLD, CELLS, timeout_s=600 if SLOW else 150)
     for cell in CELLS:
         losses, values = expected[cell[3], cell[1] == "LoopedBFS", cell[4]]
         atol = 0.0 if cell[4] is None else 1e-6  # a norm is added up in another order
@@ -197,7 +199,7 @@ def _failing(rank, ranks, how):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["raises", "dies"])
+@pytest.mark.parametrize("how", ["raises", "dies"] if SLOW else ["dies"])
 def test_a_rank_that_fails_in_one_stage_ends_all(how):
     results = run_processes(_failing, WORLD, how, timeout_s=100, grace_s=15, check=False)
     assert all(result.exitcode not in (0, -9, -15) for result in results), [result.exitcode for result in results]

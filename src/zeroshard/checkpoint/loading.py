@@ -85,7 +85,8 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a sharded model and optimizer, in place (collective). Gradients that were accumulated are dropped.
 
-    World size, stage, tiers, precision, units and tiles may differ from those that saved it. Also taken are safetensors, files
+    World size, mesh, stage, tiers, precision, units and tiles may differ from those that saved it. On a mesh with model axes each rank
+    reads its part of whole parameters; all of its ranks call this, those of a pipeline each with its stage. Also taken are safetensors, files
     of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
     options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
 
@@ -100,8 +101,8 @@ def load(
             it faster than the disk reads) in others, until all ranks have done; the rest is read, and verified, once more.
             "before": by reading everything once before (ranks share the work); so does True where states rest on another
             tier. False: compare sizes alone.
-        rng: restore random generators: exactly at the same number of ranks; else every rank is seeded anew from what rank 0
-            had, and `Loaded.rng` says so.
+        rng: restore random generators: exactly at the same number of ranks, in the same mesh; else every rank is seeded anew from what
+            rank 0 had (ranks along tp and ep alike), and `Loaded.rng` says so.
         trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
             asked for is refused, and others are left unread, which a line on stderr says.
         strict: False: parameters and buffers that it lacks stay as they are, and what the model has not is passed over. Shapes,
@@ -412,7 +413,7 @@ class _Loading:
         for name in sorted(wanted.keys() & self.opened.per_rank):
             raise CheckpointMismatch(
                 f"extra[{name!r}] was saved by {self.opened.facts['world_size']} ranks, each with a state of its own, and "
-                f"there are {self._now}: none can be dropped or made up. Load without it, or save one that "
+                f"there are {self._now} now: none can be dropped or made up. Load without it, or save one that "
                 "does not depend on the rank (zs.ShardedSampler)."
             )
         absent = sorted(wanted.keys() - found.keys())
@@ -436,8 +437,7 @@ class _Loading:
 
     @property
     def _now(self) -> str:
-        other = self.comm.world_size != self.opened.facts["world_size"]
-        return f"{self.comm.world_size} now" if other else "as many in another mesh now"
+        return str(self.comm.world_size) if self.comm.world_size != self.opened.facts["world_size"] else "as many in another mesh"
 
     def _refused(self, name: str, error: Exception, state: str) -> ZeroshardError:
         """What all ranks raise where an object does not take its state."""
@@ -588,7 +588,7 @@ class _Loading:
         holding.seed_generators(states, data.rank + data.world_size * self.stages.stage)
         if self.comm.rank == 0:
             print(
-                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, there are "
+                f"zeroshard: {self.opened.path} was saved by {self.opened.facts['world_size']} ranks, now there are "
                 f"{self._now}: random generators are seeded anew from rank 0's",
                 file=sys.stderr,
             )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointCorrupt, OffloadIOError
-from ..io.tensor_reader import Stored, StoredBoxes, StoredTensor, Stretch
+from ..io.tensor_reader import Stored, StoredChunks, StoredTensor, Stretch
+from ..tensor.chunks import overlap
 from .bulk_reader import Kept
 from .directory import MANIFEST
 from .manifest import Manifest
@@ -51,7 +51,7 @@ class _Guarded(Stored):
                 self.reading.error = error
 
 
-def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
+def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredChunks]:
     """Every tensor of a checkpoint of ours, by its name there. Raises CheckpointCorrupt where boxes overlap."""
     paths = [folder / file.name for file in manifest.files]
     found = {}
@@ -60,9 +60,7 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredBoxes]:
         for stored in entry.boxes:
             nbytes = stored.box.numel * entry.dtype.itemsize
             boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
-        found[name] = tensor = StoredBoxes.of(entry.dtype, entry.shape, boxes)
-        for (at, _, count, _), (then, *_) in pairwise(tensor.stretches):  # so many elements as it has, says the manifest
-            if at + count != then:
-                found_there = f"element {min(at + count, then)} {'twice' if then < at + count else 'not'}"
-                raise CheckpointCorrupt(str(folder / MANIFEST), 0, f"every element of {name} once", found_there)
+        found[name] = StoredChunks(entry.dtype, entry.shape, boxes)
+        if (twice := overlap(box for box, _ in boxes)) is not None:  # so many elements as it has, says the manifest
+            raise CheckpointCorrupt(str(folder / MANIFEST), 0, f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice")
     return found

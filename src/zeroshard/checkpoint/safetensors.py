@@ -249,7 +249,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
     Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
     it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
     once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
-    `load_model` ties them again). Until all of it is on the disk it has another name: a file of this name is complete.
+    `load_model` ties them again). On a mesh with model axes parameters are whole, and what all stages of a pipeline have is in the file. Until all of it is on the disk it has another name: a file of this name is complete.
 
     Args:
         path: the file; rank 0's counts. One that exists is replaced.

@@ -60,7 +60,9 @@ def save(
 
     Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`; when all are on the
     disk the folder becomes `path/NAME`. Killed at any point, what was complete before still is. Any number of ranks, any
-    stage, tier, precision and partition can load it (`zs.load`), and so can torch.distributed.checkpoint.
+    stage, tier, precision and partition can load it (`zs.load`), and so can torch.distributed.checkpoint. On a mesh with model axes all
+    its ranks save together, those of a pipeline each with its stage: one checkpoint of whole parameters under their names, which any
+    other mesh, or none, can load.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.

@@ -74,7 +74,8 @@ def stream_full_tensors(
         names: of `zs.full_state_dict(model)`, those that are wanted; None: all.
 
     Tensors of one dictionary may share memory, and belong to the caller: drop them before the next, or two are held. Tied ones
-    are one tensor under each of their names; parts of tiled ones are joined. Unit by unit, parameters before buffers.
+    are one tensor under each of their names; parts of tiled ones are joined, and so are those that tensor parallelism has cut (which counts
+    twice for `max_nbytes`). At a stage of a pipeline: its own. Unit by unit, parameters before buffers.
 
     Raises:
         ConfigError: an option is wrong, or a name is not the model's.

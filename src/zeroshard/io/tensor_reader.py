@@ -13,6 +13,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -159,6 +160,22 @@ class StoredBoxes(Stored):
                 raise OSError(f"elements from {start + done} on are missing")
             yield from stored.parts(within + skip, out[done : done + part])
             done, number = done + part, number + 1
+
+
+@dataclass(frozen=True)
+class StoredChunks(Stored):
+    """A tensor in boxes, whose rows are looked up when some are first asked for: columns of a matrix are as many as it has rows."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    boxes: list[tuple[Box, StoredTensor]]
+
+    @cached_property
+    def rows(self) -> StoredBoxes:
+        return StoredBoxes.of(self.dtype, self.shape, self.boxes)
+
+    def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:
+        return self.rows._parts(start, out)
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,10 @@ class Pipeline:
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:
             core.allied = cores  # one norm and one verdict for all stages
+        for runtime in self.runtimes:
+            if any(unit.sharded for unit in runtime.units):
+                times = 2 * self.micro_batches
+                runtime.tell(f"a pipeline at stage 3 gathers each unit {times} times a step; max_live_parameters keeps some between them")
 
     def _agree(self, schedule: str) -> None:
         """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""

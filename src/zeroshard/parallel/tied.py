@@ -66,7 +66,8 @@ class TiedParameters:
             dist.send(value.contiguous(), group=self.group, group_dst=target)
         elif copy is not None:
             group, index = copy
-            value = torch.empty(group.specs[index].shape, dtype=group.values.dtype, device=group.comm.device)
+            exact = group.master.dtype if group.master is not None else group.values.dtype
+            value = torch.empty(group.specs[index].shape, dtype=exact, device=group.comm.device)
             dist.recv(value, group=self.group, group_src=source)
         return value
 

@@ -12,7 +12,7 @@ contiguous in the flattened tensor, in the same order:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -52,6 +52,22 @@ class Box:
                 rest, position = divmod(rest, self.sizes[dim])
                 at += position * strides[dim]
             yield at, number * inner, inner
+
+
+def overlap(boxes: Iterable[Box]) -> Box | None:
+    """What two of the boxes both hold, if any do."""
+    before: list[Box] = []  # those that reach the rows of the next
+    for box in sorted((box for box in boxes if box.numel), key=lambda box: box.offsets):
+        before = [other for other in before if not box.sizes or other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        for other in before:
+            bounds = [
+                (max(a, b), min(a + n, b + m))
+                for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            ]
+            if all(start < stop for start, stop in bounds):
+                return Box(tuple(start for start, _ in bounds), tuple(stop - start for start, stop in bounds))
+        before.append(box)
+    return None
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> list[Box]:

@@ -1,0 +1,217 @@
+"""zs.parallelize: tensor, pipeline and data parallelism beside each other, equal to one process.
+
+A world of processes goes through all cells of its size; each test looks at what a cell found. The suite has some cells on four ranks;
+ZEROSHARD_SLOW=1 has all of them, and those of pp 2 x dp 2 x tp 2 on eight.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import traceback
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroshard as zs
+from zeroshard.launch import run_processes
+from zeroshard.models import GPT, GPTConfig
+
+STEPS, TOKENS, ROWS, SEQ = 6, 64, 4, 8
+SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
+adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps would magnify the rounding of tiny gradients
+
+
+def gpt(tied: bool = True, alibi: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    options = {"positions": "alibi", "embedding_norm": True, "bias": True} if alibi else {}
+    return GPT(GPTConfig(vocab_size=TOKENS, seq_len=16, dim=16, layers=4, heads=4, tied=tied, **options))
+
+
+def of_transformers(kind: str) -> nn.Module:
+    import transformers
+
+    options = {"num_local_experts": 4} if kind == "Mixtral" else {}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=TOKENS, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        use_cache=False, attn_implementation="eager", tie_word_embeddings=False, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+MODELS = {
+    "gpt": gpt,
+    "bloom": functools.partial(gpt, alibi=True),
+    "llama": functools.partial(of_transformers, "Llama"),
+    "mixtral": functools.partial(of_transformers, "Mixtral"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """pp, dp, tp: sizes of the axes."""
+
+    model: str
+    pp: int
+    dp: int
+    tp: int
+    stage: int
+    micro: int = 2
+    clip: float | None = None
+    sequence: bool = False
+    bf16: bool = False
+    schedule: str | None = None
+
+    @property
+    def name(self) -> str:
+        more = [f"clip{self.clip}" if self.clip else "", "sequence" if self.sequence else "", "bf16" if self.bf16 else "", self.schedule or ""]
+        return "-".join(filter(None, [self.model, f"pp{self.pp}dp{self.dp}tp{self.tp}", f"stage{self.stage}", f"micro{self.micro}", *more]))
+
+
+FEW = [
+    Cell("gpt", 2, 1, 2, 1, clip=0.1),
+    Cell("gpt", 1, 2, 2, 3, micro=2, clip=0.1, sequence=True),
+    Cell("gpt", 2, 2, 1, 2),
+    Cell("gpt", 2, 2, 1, 1, micro=4, schedule="Interleaved1F1B"),
+    Cell("bloom", 2, 1, 2, 2, sequence=True),
+    Cell("llama", 1, 2, 2, 2, micro=1, clip=0.1),
+    Cell("llama", 2, 1, 2, 0, micro=4, schedule="GPipe"),
+    Cell("mixtral", 1, 2, 2, 3, micro=1),
+    Cell("mixtral", 2, 1, 2, 1, clip=0.1),
+    Cell("gpt", 2, 1, 2, 1, bf16=True),
+    Cell("llama", 1, 2, 2, 3, bf16=True, clip=0.1),
+]
+
+
+def every(world: int) -> list[Cell]:
+    """All sizes of the axes that make this world, stages, models, accumulation, clipping, precisions."""
+    found = []
+    for pp, dp, tp in itertools.product((1, 2), repeat=3):
+        if pp * dp * tp == world:
+            for model, stage, (micro, clip), bf16 in itertools.product(MODELS, range(3 if pp > 1 else 4), ((2, None), (4, 0.1)), (False, True)):
+                found.append(Cell(model, pp, dp, tp, stage, micro, clip, sequence=tp > 1 and stage == 1, bf16=bf16))
+    return found
+
+
+def batch(step: int, place: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + place)
+    tokens = torch.randint(0, TOKENS, (ROWS, SEQ + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(output: object, targets: Tensor) -> Tensor:
+    logits = output if isinstance(output, Tensor) else output.logits
+    return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@functools.cache
+def one_process(model: str, dp: int, micro: int, clip: float | None, bf16: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """(losses, norms, weights); with bf16 by zeroshard on one rank, whose masters step."""
+    module, losses, norms = MODELS[model](), [], []
+    optimizer = adam(module.parameters())
+    if bf16:
+        from zeroshard.testing import run_threads
+
+        return run_threads(1, lambda rank: _alone(module, optimizer, dp, micro, clip))[0]
+    for step in range(STEPS):
+        total = 0.0
+        for place in range(dp):
+            for x, y in zip(*(part.chunk(micro) for part in batch(step, place)), strict=True):
+                loss = loss_of(module(x), y) / micro / dp
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), clip or math.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def _alone(module, optimizer, dp, micro, clip):
+    module, optimizer = zs.shard(module, optimizer, stage=0, precision="bf16", max_grad_norm=clip)
+    losses, norms = [], []
+    for step in range(STEPS):
+        total = 0.0
+        for place in range(dp):
+            for x, y in zip(*(part.chunk(micro) for part in batch(step, place)), strict=True):
+                loss = loss_of(module(x), y) / micro / dp
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        optimizer.step()
+        norms.append(optimizer.last_step.grad_norm)
+        optimizer.zero_grad()
+    return losses, norms, zs.full_state_dict(module, masters=True)
+
+
+def run_cell(cell: Cell, mesh) -> None:
+    losses, norms, weights = one_process(cell.model, cell.dp, cell.micro, cell.clip, cell.bf16)
+    options = {"schedule": cell.schedule} if cell.schedule else {}
+    run = zs.parallelize(
+        MODELS[cell.model](), mesh, optimizer=adam, micro_batches=cell.micro, stage=cell.stage, max_grad_norm=cell.clip,
+        sequence_parallel=cell.sequence, precision="bf16" if cell.bf16 else "fp32", **options,
+    )  # fmt: skip
+    mine, found = [], []
+    for step in range(STEPS):
+        loss = run.step(*batch(step, mesh["dp"].get_local_rank())).clone()
+        dist.all_reduce(loss, group=mesh["dp"].get_group())
+        mine.append(loss.item() / cell.dp)
+        found.append(run.optimizer.last_step.grad_norm)
+    near = {"rel": 3e-2, "abs": 2e-2} if cell.bf16 else {"rel": 1e-5, "abs": 1e-5}
+    assert mine == pytest.approx(losses, **near)
+    if len(run.models) == 1:
+        assert found == pytest.approx(norms, **near if cell.bf16 else {"rel": 1e-4})
+    for part in run.models:
+        for name, value in zs.full_state_dict(part, masters=True).items():
+            if name in weights:
+                apart = (value - weights[name]).abs().max().item()
+                assert apart < (3e-2 if cell.bf16 else 2e-5), (name, apart)
+    scored = run.evaluate(*batch(STEPS, 0))
+    assert scored.item() > 0 and math.isfinite(scored.item())
+    text = run.report()
+    assert all((f"{axis}: " in text) == (size > 1) for axis, size in (("tp", cell.tp),)), text
+    run.close()
+
+
+def _world(rank: int, ranks: int, cells: list[Cell]) -> dict[str, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, str] = {}
+    meshes: dict[tuple, object] = {}
+    for cell in cells:
+        shape = (cell.pp, cell.dp, cell.tp)
+        if shape not in meshes:
+            meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("pp", "dp", "tp"))
+        try:
+            run_cell(cell, meshes[shape])
+            found[cell.name] = ""
+        except Exception:
+            found[cell.name] = traceback.format_exc()
+            break  # ranks may stand in different places now
+    return found
+
+
+@functools.cache
+def results(world: int) -> list:
+    cells = every(world) if SLOW else FEW
+    return run_processes(_world, world, cells, timeout_s=3000 if SLOW else 170, check=False)
+
+
+CELLS = [*every(2), *every(4), *every(8)] if SLOW else FEW
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_equal_to_one_process(cell):
+    for result in results(cell.pp * cell.dp * cell.tp):
+        assert result.value is not None, result.error
+        assert cell.name in result.value, f"another cell failed before: {list(result.value)[-1]}"
+        assert not result.value[cell.name], result.value[cell.name]
