@@ -37,7 +37,7 @@ from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
-from .zero.rank_consistency import agree_on_values, check_same_model, optimizer_groups
+from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
 from .zero.shard_model import Builder, carry_hooks, open_tiers, swap
 from .zero.shared_storage import check_sharing
@@ -111,6 +111,9 @@ def _shard(
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
     meta_names = {s.name for s in specs if s.original.is_meta}
+    if peers.world_size > group.world_size and weights is None and not peers.imagined:
+        uncut = [(s.name, s.original) for s in specs if s.part is None and not (s.original.is_meta or isinstance(s.original, ShardedTensor))]
+        check_replicas(peers, group.rank == 0, uncut)
     _agree(model, specs, group, skip_parameters=weights is not None)
     comms = Topology.flat(group, peers, world, axes.places, axes.stages)
     local.keep()

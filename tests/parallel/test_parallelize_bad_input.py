@@ -40,7 +40,6 @@ CASES = [
     ((1, 2, 5), THREE, {}, "tp=5 does not divide the 6 attention heads"),
     ((8, 1, 1), THREE, {"micro_batches": 8}, "8 pipeline stages for a GPT of 4 blocks .*the nearest is 4"),
     ((2, 2, 2), THREE, {"schedule": "2F2B"}, "schedule: expected one of .*got '2F2B'"),
-    ((2, 1, 1), THREE, {"schedule": "Interleaved1F1B", "max_grad_norm": 1.0}, "max_grad_norm with 2 stages a rank"),
     ((2, 1, 1), THREE, {"stages_per_rank": 2}, "2 stages a rank with schedule 1F1B, which has one"),
     ((2, 1, 1), THREE, {"cuts": [9], "micro_batches": 2}, "cuts: expected the 1 blocks with which stages"),
     ((1, 2, 2), THREE, {"micro_batches": 0}, "micro_batches: expected a whole number of at least 1, got 0"),

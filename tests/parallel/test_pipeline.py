@@ -22,7 +22,7 @@ FEW = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
     (2, "1F1B", 1, True, 0.5),
     (3, "1F1B", 1, True, None),
     (1, "GPipe", 1, True, None),
-    (1, "Interleaved1F1B", 2, True, None),
+    (1, "Interleaved1F1B", 2, True, 0.5),
     (1, "InterleavedZeroBubble", 2, True, None),
     (2, "ZBVZeroBubble", 2, True, None),
 ]
@@ -38,13 +38,17 @@ CELLS = [
 ] if SLOW else FEW
 
 
-def _train(mesh, stage, schedule, per_rank, tied, max_norm=None):
-    pp, dp = mesh["pp"], mesh["dp"]
+def _stages(mesh, stage, schedule, per_rank, tied, max_norm=None):
+    pp = mesh["pp"]
     own = stages_of(pp.get_local_rank(), 2, per_rank, schedule)
     modules = cut_stages(kit.model(tied), 2 * per_rank, own)
     sharded = [zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm) for module in modules]
     modules, optimizers = zip(*sharded, strict=True)
-    pipeline = Pipeline(modules, pp, micro_batches=kit.MICRO, loss=kit.loss, schedule=schedule)
+    return Pipeline(modules, pp, micro_batches=kit.MICRO, loss=kit.loss, schedule=schedule), modules, optimizers
+
+
+def _train(mesh, *cell):
+    (pipeline, modules, optimizers), dp = _stages(mesh, *cell), mesh["dp"]
     losses = []
     for step in range(kit.STEPS):
         tokens, targets = kit.batch(step, dp.get_local_rank())
@@ -62,11 +66,44 @@ def _train(mesh, stage, schedule, per_rank, tied, max_norm=None):
     return losses, values
 
 
+def _skips(mesh, rank):
+    """A gradient of one rank's second stage is not finite: which optimizers of this rank skip, in two steps."""
+    pipeline, modules, optimizers = _stages(mesh, 1, "Interleaved1F1B", 2, False)
+    tokens, targets = kit.batch(0, mesh["dp"].get_local_rank())
+    if rank == 3:
+        hook = next(modules[1].parameters()).register_hook(lambda grad: grad * float("nan"))
+    rows = []
+    for turn in range(2):
+        pipeline.step(tokens, target=targets)
+        for optimizer in reversed(optimizers):  # the stage with the gradient is asked first, and forgets it
+            optimizer.step()
+            optimizer.zero_grad()
+        rows.append([optimizer.last_step.skipped for optimizer in optimizers])
+        if rank == 3 and turn == 0:
+            hook.remove()
+    for module in modules:
+        zs.close(module)
+    return rows
+
+
+def _adds_up(mesh):
+    """Gradients of tied weights after the same batch once, and twice."""
+    pipeline, (module,), _ = _stages(mesh, 2, "1F1B", 1, True)
+    tokens, targets = kit.batch(0, mesh["dp"].get_local_rank())
+    name = module.pipeline_stage.ties[0].names[module.pipeline_stage.index]
+    found = []
+    for _ in range(2):
+        pipeline.step(tokens, target=targets)
+        found.append(zs.full_gradients(module)[name])
+    zs.close(module)
+    return found
+
+
 def _all(rank, ranks, cells):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    return mesh["dp"].get_local_rank(), {cell: _train(mesh, *cell) for cell in cells}
+    return mesh["dp"].get_local_rank(), {cell: _train(mesh, *cell) for cell in cells}, _skips(mesh, rank), _adds_up(mesh)
 
 
 @pytest.mark.processes
@@ -79,17 +116,20 @@ def test_bits_of_one_process():
     for cell in CELLS:
         losses, values = expected[cell[3], cell[1] == "LoopedBFS", cell[4]]
         atol = 0.0 if cell[4] is None else 1e-6  # a norm is added up in another order
-        for dp, found in results:
+        for dp, found, *_ in results:
             torch.testing.assert_close(found[cell][0], [row[dp] for row in losses], rtol=0, atol=atol, msg=f"{cell}: losses")
             for name, value in found[cell][1].items():
                 torch.testing.assert_close(value, values[name], rtol=0, atol=atol, msg=f"{cell}: {name}")
-        assert {name for _, found in results for name in found[cell][1]} == set(values)
+        assert {name for _, found, *_ in results for name in found[cell][1]} == set(values)
+    for _, _, skipped, (once, twice) in results:
+        assert skipped == [[True, True], [False, False]], "stages of one rank have one verdict"
+        torch.testing.assert_close(twice, 2 * once)
 
 
-def _pipeline(mesh, micro_batches=kit.MICRO, **options):
+def _pipeline(mesh, micro_batches=kit.MICRO, comm=None, **options):
     pp = mesh["pp"]
     (stage,) = cut_stages(kit.model(), 2, [pp.get_local_rank()])
-    stage, optimizer = zs.shard(stage, kit.adamw(stage.parameters()), mesh=mesh, stage=1, **options)
+    stage, optimizer = zs.shard(stage, kit.adamw(stage.parameters()), mesh=None if comm else mesh, comm=comm, stage=1, **options)
     return Pipeline(stage, pp, micro_batches=micro_batches, loss=kit.loss), stage, optimizer
 
 
@@ -105,6 +145,9 @@ def _once_and_bad_input(rank, ranks):
         plain = group.grads.reduce
         group.grads.reduce = lambda plain=plain: (reduced.append(runtime.in_backward), plain())
     tokens, targets = kit.batch(0, 0)
+    rows = slice(4 * (1 + mesh["pp"].get_local_rank()))
+    with pytest.raises(zs.ConfigError) as other_rows:
+        pipeline.step(tokens[rows], target=targets[rows])
     pipeline.step(tokens, target=targets)
     said = [(len(reduced), len(runtime.groups), any(reduced))]
     for wrong in (
@@ -112,13 +155,14 @@ def _once_and_bad_input(rank, ranks):
         lambda: _pipeline(mesh, micro_batches=2 if mesh["dp"].get_local_rank() else 4),
         lambda: _pipeline(mesh, micro_batches=2 if mesh["pp"].get_local_rank() else 4),
         lambda: _pipeline(mesh, precision="fp16"),
+        lambda: _pipeline(mesh, comm=mesh["dp"]),
         lambda: Pipeline([stage, stage], mesh["pp"], micro_batches=4, loss=kit.loss),
         lambda: Pipeline(stage, mesh["pp"], micro_batches=4, loss=kit.loss, schedule="1F2B"),
     ):
         with pytest.raises(zs.ConfigError) as caught:
             wrong()
         said.append(str(caught.value))
-    return said
+    return [*said, str(other_rows.value)]
 
 
 @pytest.mark.processes
@@ -126,7 +170,8 @@ def test_one_reduction_a_step_and_a_sentence_on_every_rank():
     for once, *said in run_processes(_once_and_bad_input, WORLD, timeout_s=100):
         assert once == (once[1], once[1], True), "each group is reduced once, and that begins inside of the last backward"
         sentences = (
-            "a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "2 stages a rank", "schedule: expected",
+            "a batch of [6] rows", "data-parallel ranks", "have built different ones", "fp16", "data-parallel ranks alone",
+            "2 stages a rank", "schedule: expected", "have given different batches",
         )  # fmt: skip
         for sentence, text in zip(sentences, said, strict=True):
             assert sentence in text, text

@@ -244,6 +244,18 @@ class Cells:
             with pytest.raises(zs.ConfigError, match=words):
                 zs.shard(model, optimizer, **options)
             assert model.blocks[0].up.weight is kept and any(p is kept for p in optimizer.param_groups[0]["params"])
+        with pytest.raises(zs.ConfigError, match="0.up.weight is a DTensor .* Muon steps whole"):
+            muon = torch.optim.Muon([p for name, p in model.named_parameters() if p.ndim == 2 and "blocks" in name])
+            zs.shard(model.blocks, muon, mesh=self.mesh)
+        other = self.fresh()[1]
+        with torch.no_grad():
+            other.norm.bias += self.mesh["tp"].get_local_rank()
+        with pytest.raises(zs.ModelMismatch, match="1 parameters, first norm.bias, are no DTensors and differ"):
+            zs.shard(other, None, mesh=self.mesh)
+        sliced, _ = zs.shard(self.fresh()[1], None, mesh=self.mesh, stage=3)
+        with pytest.raises(zs.CheckpointError, match="blocks.0.up.weight.*zs.save"):
+            sliced.state_dict()["blocks.0.up.weight"].__create_chunk_list__()
+        zs.close(sliced)
         with pytest.raises(zs.ConfigError, match="fully_shard"):
             zs.shard(fully_shard(model_of(False), mesh=self.mesh["dp"]), None, mesh=self.mesh)
         zs.close(zs.shard(model, optimizer, mesh=self.mesh)[0])

@@ -17,6 +17,7 @@ import math
 import struct
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class OptimizerCore:
                 self.runs[number].append(run)  # type: ignore[index]
         self._show_runs()
         self.last_step: StepRecord | None = None
+        self.allied = [self]  # with which it has one norm and one verdict: those of the stages of one rank of a pipeline
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
         self.tally = Tally()
         self._skipped_in_a_row = 0
@@ -97,21 +99,15 @@ class OptimizerCore:
 
         That is the loss scale times the mean weight.
         """
-        buffers = [group.grads for group in self.stepped_groups if group.counts]
-        known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
-        total = sum(value for value in known if isinstance(value, float))
-        total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
-        total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
-        on_device = [value for value in known if isinstance(value, Tensor)]
-        total += float(torch.stack(on_device).sum()) if on_device else 0.0
-        total, values = total / self._scale() ** 2, self.runtime.values
-        account = self.runtime.account
-        mine = struct.pack("<dd?Q", total, account.weight, account.unweighted, values.fingerprint())
+        total, account = sum(core._square_sum() for core in self.allied) / self._scale() ** 2, self.runtime.account
+        watches = [core.runtime.values for core in self.allied]
+        mine = struct.pack(f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches))
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
         parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
-        everyone = [struct.unpack("<dd?Q", part) for part in parts]
+        everyone = [struct.unpack(f"<dd?{len(watches)}Q", part) for part in parts]
         total = sum(part[0] for part in everyone)
-        values.agree([everyone[rank][-1] for rank in self.runtime.topology.place])
+        for number, watch in enumerate(watches, 3):
+            watch.agree([everyone[rank][number] for rank in self.runtime.topology.place])
         places = [[everyone[rank] for rank in ranks] for ranks in self.runtime.topology.places]
         weight = max(sum(part[1] for part in place) for place in places)  # places of a model see the same batches
         if any(any(part[1] for part in place) and any(part[2] for part in place) for place in places):
@@ -121,6 +117,16 @@ class OptimizerCore:
             )
         mean = weight / self.comm.world_size if weight else 1.0  # reductions took the plain mean over ranks
         return (math.sqrt(total) if total >= 0 else math.nan) / mean, self._scale() * mean
+
+    def _square_sum(self) -> float:
+        """Of the gradients that are this rank's to count, as they are."""
+        buffers = [group.grads for group in self.stepped_groups if group.counts]
+        known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
+        total = sum(value for value in known if isinstance(value, float))
+        total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
+        total += self.comm.square_sums([g.load() for g in buffers if g.square_sum is None and g.departure is None])
+        on_device = [value for value in known if isinstance(value, Tensor)]
+        return total + (float(torch.stack(on_device).sum()) if on_device else 0.0)
 
     def _scale(self) -> float:
         """The loss scale, where this rank's reduced gradients are still a multiple of it."""
@@ -137,18 +143,29 @@ class OptimizerCore:
         return self._clip(max_norm)
 
     def _clip(self, max_norm: float | None) -> float:
-        if self._known():
-            found, divisor = self.runtime.account.clipped, 1.0  # done by an earlier call for this step
-            norm = found.norm * found.coefficient
-        else:
+        found = self.runtime.account.clipped
+        if not self._known():
+            for core in self.allied:
+                core.runtime.flush()
             norm, divisor = self.global_norm()
+        elif found.of_ally and found.max_norm == max_norm:  # done for all of them, and now this one is asked, too
+            self.runtime.account.clipped = replace(found, of_ally=False)
+            return found.norm
+        else:
+            norm, divisor = found.norm * found.coefficient, 1.0  # done by an earlier call for this step
         coefficient = 1.0
-        if math.isfinite(norm):
-            coefficient = min(1.0, max_norm / (norm + 1e-6)) if max_norm is not None else 1.0
-            self._scale_gradients(coefficient / divisor)
-            self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
-        self.runtime.account.clipped = Clipped(norm, coefficient, max_norm, self._writes())
+        if math.isfinite(norm) and max_norm is not None:
+            coefficient = min(1.0, max_norm / (norm + 1e-6))
+        for core in self.allied:
+            core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor)
         return norm
+
+    def _take_norm(self, found: Clipped, divisor: float) -> None:
+        """Scale gradients as was found for all allied. Where the norm is not finite they stay."""
+        if math.isfinite(found.norm):
+            self._scale_gradients(found.coefficient / divisor)
+            self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
+        self.runtime.account.clipped = replace(found, writes=self._writes())
 
     def _known(self) -> bool:
         """True if the norm that was found is still that of the gradients."""
@@ -192,8 +209,8 @@ class OptimizerCore:
             runtime.attendance.count_step()
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
         scale = runtime.progress.loss_scale
-        if not self._known():
-            found = account.clipped
+        found = account.clipped
+        if not self._known() and not (found is not None and found.refused):
             undone = found is not None and not math.isfinite(found.norm)  # a clip that found nothing to clip
             self._clip(found.max_norm if undone else runtime.config.max_grad_norm)
         runtime.attendance.count_step()
@@ -210,8 +227,11 @@ class OptimizerCore:
         return self.tally.note(StepRecord(norm, coefficient, skipped=False, loss_scale=scale))
 
     def _skip(self, norm: float, scale: float) -> StepRecord:
-        """Every rank skips; the record names parameters and ranks; too many in a row end the run (B20)."""
-        names = self._nonfinite_names()
+        """Every rank skips, and all allied do; the record names parameters and ranks; too many in a row end the run (B20)."""
+        names = tuple(dict.fromkeys(name for core in self.allied for name in core._nonfinite_names()))
+        for core in self.allied:
+            if core is not self:
+                core.runtime.account.clipped = Clipped(norm, 1.0, None, core._writes(), of_ally=True, refused=True)
         self.last_step = self.tally.note(StepRecord(norm, 1.0, skipped=True, nonfinite=names, loss_scale=scale))
         self._skipped_in_a_row += 1
         self.runtime.progress.note_step(skipped=True)

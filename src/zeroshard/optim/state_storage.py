@@ -152,7 +152,7 @@ class StateHome:
     def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
         self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
         self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
-        self.meeting, self.counts = home.meeting, home.counts
+        self.meeting, self.counts, self.distributed = home.meeting, home.counts, home.distributed
 
     def tensor(self) -> ShardedTensor:
         """The state as a sharded tensor of the parameter's shape."""

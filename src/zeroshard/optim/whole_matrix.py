@@ -82,7 +82,7 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], delayed: bool) -> None:
-    """Raise ConfigError where a parameter is to be stepped whole that is in tiles, or beside the training."""
+    """Raise ConfigError where a parameter is to be stepped whole of which a rank has a part alone, or beside the training."""
     whole = whole_parameters(optimizer)
     if whole and delayed:
         raise ConfigError(f"delayed_update: {type(optimizer).__name__} steps whole parameters, which ranks collect together: leave it out.")
@@ -91,6 +91,11 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
             raise ConfigError(
                 f"{spec.name} is a tile, and {type(optimizer).__name__} steps whole parameters: leave its module out of zs.tile(), or give "
                 "the tiles to an elementwise group."
+            )
+        if id(spec.original) in whole and spec.part is not None:
+            raise ConfigError(
+                f"{spec.name} is a DTensor of shape {spec.whole_shape} of which each rank has {spec.shape}, and {type(optimizer).__name__} "
+                "steps whole parameters: give it to an elementwise group (AdamW), or leave its module out of tensor parallelism."
             )
 
 

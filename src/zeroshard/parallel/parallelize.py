@@ -73,7 +73,7 @@ def parallelize(
         raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
     config = Config.build(config, **options)
     chosen = _plan(model, plan, sizes["tp"])
-    name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"], config)
+    name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
     modules, own = [model], [0]
     if sizes["pp"] > 1:
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
@@ -129,7 +129,7 @@ def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None, tp: int) -> P
     return plan
 
 
-def _schedule(schedule: str | None, per_rank: int | None, pp: int, config: Config) -> tuple[str, int]:
+def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str, int]:
     """The schedule's name and how many stages a rank has."""
     if pp == 1:
         if schedule is not None:
@@ -139,12 +139,6 @@ def _schedule(schedule: str | None, per_rank: int | None, pp: int, config: Confi
     least = 1 if name in SCHEDULES[:2] else 2
     per_rank = least if per_rank is None else per_rank
     stages_of(0, pp, per_rank, name)
-    if per_rank > 1 and (config.max_grad_norm or config.precision == "fp16"):
-        what = "max_grad_norm" if config.max_grad_norm else "precision='fp16'"
-        raise ConfigError(
-            f"{what} with {per_rank} stages a rank ({name}): each is stepped by itself, and none knows the norm of all. Use 1F1B or "
-            "GPipe, which have one, or leave it out."
-        )
     return name, per_rank
 
 

@@ -158,7 +158,7 @@ class Pipeline:
 
         own = zs.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), 1)
         (stage,) = zs.cut_stages(model, 2, own)
-        stage, optimizer = zs.shard(stage, AdamW(stage.parameters()), comm=mesh["dp"], stage=1)
+        stage, optimizer = zs.shard(stage, AdamW(stage.parameters()), mesh=mesh, stage=1)
         pipeline = zs.Pipeline(stage, mesh["pp"], micro_batches=8, loss=cross_entropy)
         for tokens, targets in loader:
             loss = pipeline.step(tokens, target=targets)
@@ -201,6 +201,9 @@ class Pipeline:
         if not is_imagined():
             dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
+        cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
+        for core in cores:
+            core.allied = cores  # one norm and one verdict for all stages
         for runtime in self.runtimes:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
@@ -249,11 +252,11 @@ class Pipeline:
         """Options by which a step of one stage depends on what only the others know."""
         if runtime.config.precision == "fp16":
             return "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
-        if runtime.config.max_grad_norm and runtime.world is runtime.comm:
-            return "max_grad_norm with a pipeline takes the norm over all stages: zs.shard(stage, optimizer, mesh=mesh), the whole mesh."
-        if runtime.config.max_grad_norm and len(self.stages) > 1:
-            count = len(self.stages)
-            return f"max_grad_norm with {count} stages a rank: each optimizer would see some of them. Use a schedule of one (1F1B)."
+        if runtime.optimizer is not None and runtime.world is runtime.comm:
+            return (
+                "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
+                "stages nor that they skip a step. Give zs.shard(stage, optimizer, mesh=mesh) the whole mesh, with its axis pp."
+            )
         return None
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -276,10 +279,13 @@ class Pipeline:
         self._check_batch(inputs, target, kwargs)
         key = (training, *((tensor.shape, tensor.dtype) for tensor in find_tensors((inputs, kwargs))))
         if key not in self._built:
+            self._agree_on_batch(key)
             self._built[key] = self._build(training, inputs, kwargs)
         schedule = self._built[key]
         found: list[Tensor] = []
         run = schedule.step if training else schedule.eval
+        if training:
+            self.tied.set_aside()
         given, wanted = inputs if 0 in self.own else (), target if self._has_last else None
         try:
             run(*given, target=wanted, losses=found, return_outputs=False, **kwargs)
@@ -334,6 +340,14 @@ class Pipeline:
                 f"a batch of {sorted(sizes)} rows (inputs, target, keyword arguments) in {self.micro_batches} micro-batches: expected one "
                 f"number of rows, a multiple of micro_batches; the nearest is {nearest}. Every rank of the pipeline gives inputs and target."
             )
+
+    def _agree_on_batch(self, key: tuple) -> None:
+        """Of shapes that are new: all ranks of the pipeline have them (collective)."""
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, key, group=self.group)
+        if any(other != key for other in told):
+            shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
+            raise ConfigError(f"ranks of a pipeline have given different batches, or one trains and another evaluates: inputs {shapes}.")
 
     # -- what torch is given ---------------------------------------------------------------------------------
 

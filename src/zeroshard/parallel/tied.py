@@ -39,6 +39,7 @@ class TiedParameters:
                 spec = found[0].specs[found[1]]
                 spec.counts = spec.counts and number == min(tie.names)  # once in a norm
         mine = exchange_objects({key: {n: _layout(*c) for n, c in row.items()} for key, row in self.copies.items()}, group)
+        self._before: dict[tuple, Tensor] = {}  # of each: the sum that earlier steps have left, where gradients add up
         self.holders = {key: {number: rank_of(number) for number, _ in key} for told in mine for key in told}
         for key in sorted(self.holders):
             layouts = {name: told[key][number] for told in mine if key in told for number, name in key if number in told[key]}
@@ -71,8 +72,18 @@ class TiedParameters:
             dist.recv(value, group=self.group, group_src=source)
         return value
 
+    def set_aside(self) -> None:
+        """Before the backwards of a step: gradients that are sums of all copies already are not to be added up again."""
+        self._before = {}
+        for key, held in self.copies.items():
+            group, index = next(iter(held.values()))
+            if group.grads.reduced and group.active[index]:
+                self._before[key] = _gradient(group, index).clone()
+                for copy in held.values():
+                    _set_gradient(*copy, torch.zeros_like(self._before[key]))
+
     def add(self) -> None:
-        """After the reductions: each copy's gradient becomes the sum of all, in the order of stages."""
+        """After the reductions: each copy's gradient becomes the sum of all, in the order of stages, and of what was before."""
         for key in sorted(self.holders):
             held = self.copies.get(key)
             if held is None:
@@ -94,6 +105,8 @@ class TiedParameters:
             total = parts[min(parts)].clone()
             for number in sorted(parts)[1:]:
                 total += parts[number]
+            if key in self._before:
+                total += self._before[key]
             for group, index in held.values():
                 _set_gradient(group, index, total)
 

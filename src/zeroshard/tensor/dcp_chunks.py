@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..errors import CheckpointError
 from .chunks import Box, boxes_of
 
 aten = torch.ops.aten
@@ -83,7 +84,12 @@ class LocalBox(torch.Tensor):
 
 
 def boxes_in(tensor: Slice) -> list[tuple[Box, int]]:
-    """(box, its first element in this rank's slice), in order."""
+    """(box, its first element in this rank's slice), in order. Raises CheckpointError for a slice of what is a part itself."""
+    if tensor._home.distributed:
+        raise CheckpointError(
+            f"{tensor._home.name}: torch.distributed.checkpoint would take this rank's part of tensor parallelism for the whole. Use zs.save "
+            "and zs.load, or give it zs.full_state_dict(model)."
+        )
     found, at = [], 0
     for box in boxes_of(tuple(tensor.shape), tensor._home.start, tensor._home.stop):
         found.append((box, at))

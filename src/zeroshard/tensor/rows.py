@@ -32,6 +32,10 @@ class RangeHome:
         return self.parent.counts
 
     @property
+    def distributed(self) -> bool:
+        return self.parent.distributed
+
+    @property
     def undivided(self) -> bool:
         return self.parent.undivided
 

@@ -42,6 +42,7 @@ class Home(Protocol):
     comm: Any  # of the ranks that have the other slices
     meeting: Any  # of those that measure it together: norms
     counts: bool  # this rank's slice is one that is measured
+    distributed: bool  # the whole is itself a part of a larger tensor, along tensor or expert parallelism
     undivided: bool  # its gradient is a weighted sum that the step will divide
 
     def before_write(self) -> None:

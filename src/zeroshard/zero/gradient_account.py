@@ -16,12 +16,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Clipped:
-    """What a clip has found and done: norm before it, factor, bound that was asked for; how often gradients had been written."""
+    """What a clip has found and done: norm before it, factor, bound that was asked for; how often gradients had been written.
+
+    of_ally: another stage's optimizer was asked, not this one yet (OptimizerCore.allied). refused: that one has skipped its step.
+    """
 
     norm: float
     coefficient: float
     max_norm: float | None
     writes: list[int]
+    of_ally: bool = False
+    refused: bool = False
 
 
 class GradientAccount:

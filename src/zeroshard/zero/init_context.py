@@ -42,7 +42,7 @@ class BirthHome:
 
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
-        self.meeting, self.counts = comm, True
+        self.meeting, self.counts, self.distributed = comm, True, False
         self.origin: Origin | None = None
         self.numel, self.part = numel, -(-numel // comm.world_size)
         self.start, self.stop = self.cut(comm.rank)

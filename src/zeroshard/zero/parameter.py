@@ -87,6 +87,12 @@ class ParamHome:
         return self.meeting is self.comm or self.group.counts
 
     @property
+    def distributed(self) -> bool:
+        """Whether the parameter is a part of a larger one, along tensor or expert parallelism."""
+        distribution = self.group.specs[self.index].distribution
+        return distribution is not None and distribution.part is not None
+
+    @property
     def undivided(self) -> bool:
         """True while the gradient is a weighted sum (zs.backward) that the step will divide."""
         return self.group.runtime is not None and self.group.runtime.account.weight != 0

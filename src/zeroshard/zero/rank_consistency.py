@@ -140,6 +140,22 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
     return [tensors[i][0] for i in differing]
 
 
+def check_replicas(comm: Comm, first: bool, tensors: list[tuple[str, Tensor]]) -> None:
+    """Raise ModelMismatch, on all ranks, where what is not cut along model axes differs there (collective).
+
+    comm: of all ranks of these parameters; first: this one is the first of its data-parallel ranks, which all take its values.
+    """
+    mine = {name: (tuple(tensor.shape), zlib.crc32(_bytes(tensor))) for name, tensor in tensors} if first else None
+    everyone = [told for told in exchange_values(comm, mine, "zs.shard: compare values along model axes") if told is not None]
+    names = [name for name in everyone[0] if any(told.get(name) != everyone[0][name] for told in everyone)]
+    if names:
+        raise ModelMismatch(
+            f"{len(names)} parameters, first {names[0]}, are no DTensors and differ along the model's axes of the mesh (tp, ep). Give all "
+            "ranks the same values (the same seed before the model is made); what is a part of a larger parameter has to say so: a "
+            "DTensor (parallelize_module, distribute_tensor, DTensor.from_local)."
+        )
+
+
 def distinct(value: Tensor, like: Tensor) -> Tensor:
     """Of the rows that share memory in `like`, an expanded tensor, the first one of `value`: what can be written."""
     for dim, stride in enumerate(like.stride()):
