@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import ConfigError, did_you_mean
 from ..utils.host import host_identity, node_identity
 from .base import Comm
-from .fake import FakeComm
 from .failure import failure_of, last_words, note_exits
+from .fake import FakeComm
 from .process_group import DistComm, backend_for
 from .rendezvous import Door
 from .shared_memory import SharedComm

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
