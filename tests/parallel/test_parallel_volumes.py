@@ -1,11 +1,12 @@
 """The published runs on imagined ranks: memory of a rank and bytes along each axis are the closed formulas, to the byte.
 
-The formulas stand in zeroshard.bench.case_studies, written out from numbers of the publications. Here widths, tokens and meshes are the
-published ones and blocks are few; ZEROSHARD_SLOW=1 runs all blocks, of a first, a middle and the last stage.
+The formulas stand in zeroshard.bench.case_studies, written out from numbers of the publications. Here widths, tokens and
+meshes are the published ones and blocks are few; ZEROSHARD_SLOW=1 runs all blocks, of a first, a middle and the last stage.
 """
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ def test_bytes_of_a_rank_at_full_size(name, stage, micro_batches):
 def test_stages_have_the_blocks_that_were_published():
     found = {name: blocks_of(study) for name, study in CASE_STUDIES.items()}
     assert found == {"turing-nlg": [78], "bloom": [5, *[6] * 10, 5], "mt-nlg": [3] * 35}
+
+
+@pytest.mark.parametrize("name", CASE_STUDIES)
+def test_the_document_shows_the_formulas(name):
+    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text()
+    head, _, *rows = next(part for part in text.split("\n\n") if part.startswith(f"| {name}, bytes")).splitlines()
+    cells = [row.strip("| ").split(" | ") for row in (head, *rows)]
+    for column, title in enumerate(cells[0][1::2], 1):
+        theory = formula(CASE_STUDIES[name], int(title.removeprefix("stage ")), 1 if name == "turing-nlg" else 2)
+        told = {row[0].removeprefix("sent along "): tuple(row[2 * column - 1 : 2 * column + 1]) for row in cells[1:]}
+        assert told == {key: (f"{nbytes:,}",) * 2 for key, nbytes in (theory.memory | theory.sent).items()}
 
 
 def imagined(rank: int, schedule: str = "1F1B", **options):

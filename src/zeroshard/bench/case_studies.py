@@ -6,8 +6,9 @@
 `zs.parallelize` itself runs two steps of one rank (place 0 along dp and tp) of each stage on fake tensors, with activations
 checkpointed. Bytes along tp and pp are linear in the micro-batches of a step, of which two are enough to see it.
 
-The formulas use numbers of the publications alone. h: width, V: tokens, s: sequence, b: sequences of a micro-batch, m: micro-batches,
-L: blocks of the stage, t, d: ranks along tp, dp; x = 2 b s h: bytes of an activation; n: parameters of the rank, padding counted.
+The formulas use numbers of the publications alone. h: width, V: tokens, s: sequence, b: sequences of a micro-batch, m: number of
+micro-batches, L: blocks of the stage, t, d: ranks along tp, dp; x = 2 b s h: bytes of an activation; n: parameters of the rank,
+padding counted.
 
     parameters 2 n     gradients 4 n, in fp32     masters 4 n / d     states 8 n / d
     tp   2 (t-1)/t m [5 L x                two all-reduces in forward, two in backward, one in the forward that is repeated

@@ -343,8 +343,7 @@ class Pipeline:
 
     def _agree_on_batch(self, key: tuple) -> None:
         """Of shapes that are new: all ranks of the pipeline have them (collective)."""
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, key, group=self.group)
+        told = exchange_objects(key, self.group)
         if any(other != key for other in told):
             shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
             raise ConfigError(f"ranks of a pipeline have given different batches, or one trains and another evaluates: inputs {shapes}.")
