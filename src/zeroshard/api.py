@@ -118,6 +118,7 @@ def _shard(
     comms = Topology.flat(group, peers, world, axes.places, axes.stages)
     local.keep()
     runtime = _build(model, optimizer, config, comms, specs, axes.parts)
+    runtime.handles += distributed.in_state_dicts(model)
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]

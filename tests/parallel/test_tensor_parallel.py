@@ -260,6 +260,24 @@ class Cells:
             zs.shard(fully_shard(model_of(False), mesh=self.mesh["dp"]), None, mesh=self.mesh)
         zs.close(zs.shard(model, optimizer, mesh=self.mesh)[0])
 
+    def state_dicts(self, stage: int) -> None:
+        """They show what is a part as a DTensor, and take whole tensors and DTensors."""
+        _, model, _ = self.fresh()
+        _, other, _ = self.fresh()
+        with torch.no_grad():
+            for param in other.parameters():
+                param.mul_(2)
+        model, _ = zs.shard(model, None, mesh=self.mesh, stage=stage)
+        model.load_state_dict(other.state_dict())
+        found = zs.full_state_dict(model)
+        assert all(torch.equal(found[name], whole(value)) for name, value in other.state_dict().items())
+        model.load_state_dict({name: value / 2 for name, value in found.items()})
+        assert all(torch.equal(2 * value, found[name]) for name, value in zs.full_state_dict(model).items())
+        if stage < 3:
+            shown = model.state_dict()
+            assert all(torch.equal(2 * whole(value), found[name]) for name, value in shown.items()), "as torch shows it"
+        zs.close(model)
+
     def begun(self) -> None:
         """An optimizer that has stepped before keeps its states."""
         plain, model, optimizer = self.fresh()
@@ -291,6 +309,7 @@ CASES |= {f"verbs-{stage}": lambda c, s=stage: c.verbs(s) for stage in (range(4)
 CASES |= {f"nonfinite-{stage}": lambda c, s=stage: c.nonfinite(s) for stage in ((0, 2, 3) if SLOW else (2,))}
 CASES |= {f"checkpointed-{stage}": lambda c, s=stage: c.checkpointed(s) for stage in ((1, 3) if SLOW else (1,))}
 CASES |= {"partitioned": lambda c: c.checkpointed(3, partition=c.mesh["tp"], offload="cpu")}
+CASES |= {f"state-dicts-{stage}": lambda c, s=stage: c.state_dicts(s) for stage in (1, 3)}
 CASES |= {"bad-input": Cells.bad_input, "begun": Cells.begun}
 
 

@@ -80,6 +80,36 @@ class Distribution:
             return self.wrap(local.detach().contiguous()).full_tensor()
 
 
+    def local(self, value: Tensor) -> Tensor:
+        """This rank's shard of a value: of a DTensor, or of a whole tensor. Anything else as it is."""
+        if is_distributed(value):
+            return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
+        return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
+
+
+def in_state_dicts(model: nn.Module) -> list[Any]:
+    """Let model.state_dict() show ordinary local shards as the DTensors that they are, and load_state_dict take these, or whole tensors.
+
+    Returns the hooks' handles. What is read by torch.save, save_pretrained or torch.distributed.checkpoint is then no part that looks
+    like a whole. Slices (ZeRO stage 3) say themselves what they are.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    known = {name: found for name, param in named if (found := distribution_of(param)) is not None}
+
+    def show(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        for name, distribution in known.items():
+            value = state.get(prefix + name)
+            if type(value) is Tensor:  # neither the parameter itself (keep_vars) nor a slice
+                state[prefix + name] = distribution.wrap(value)
+
+    def take(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+        for name, distribution in known.items():
+            if isinstance(state.get(prefix + name), Tensor):
+                state[prefix + name] = distribution.local(state[prefix + name])
+
+    return [model.register_state_dict_post_hook(show), model.register_load_state_dict_pre_hook(take)] if known else []
+
+
 def distribution_of(param: Tensor) -> Distribution | None:
     """How a parameter that `localise` has made was distributed."""
     return param.__dict__.get("_distribution")
