@@ -60,7 +60,8 @@ class MeshTrainer(Trainer):
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         self.run = parallelize(self.options, self.ranks)
         if self.options.checkpoints:
-            zs.checkpoint_activations(self.run.model, offload=self.options.activations())
+            for part in self.run.models:
+                zs.checkpoint_activations(part, blocks=("Block",), offload=self.options.activations())
         return self.run.model, self.run.optimizer
 
     def forecast(self) -> None:

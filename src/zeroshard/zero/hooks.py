@@ -16,7 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ..config import Config
-from ..errors import ModelChanged
+from ..errors import ModelChanged, ShardedAccessError
+from ..tensor.distributed import distribution_of
 from ..utils.tensor_tree import cast_floating
 from .auto_wrap import casts, module_dtypes
 from .runtime import Runtime
@@ -129,7 +130,15 @@ def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: 
 
 
 def _save(module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Who does not write needs no weights: only the main process has them, in a loop that collects them there."""
+    """Who does not write needs no weights: only the main process has them, in a loop that collects them there.
+
+    Of what tensor parallelism has cut it would make whole tensors on the main process alone, for which it needs the others.
+    """
+    if state_dict is None and any(distribution_of(param) is not None for param in module.parameters()):
+        raise ShardedAccessError(
+            f"{type(module).__name__}.save_pretrained: tensor parallelism has cut its parameters. Pass whole ones: "
+            "save_pretrained(folder, is_main_process=rank == 0, state_dict=zs.full_state_dict(model)), on all ranks; or zs.save_safetensors."
+        )
     state_dict = {} if state_dict is None and not is_main_process else state_dict
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
