@@ -19,6 +19,7 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
     "accelerate_loop.py": (("accelerate",), ("-m", "zeroshard.deepspeed"), "whole tensors, by DeepSpeedEngine"),
     "trl_sft.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "model.safetensors"),
     "trl_dpo.py": (("trl", "datasets"), ("-m", "zeroshard.deepspeed"), "rewards/accuracies 1.00"),
+    "three_axes.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "1"), "sent by this rank"),
     "lightning_strategy.py": (("lightning",), None, ""),  # in tests/integrations/test_lightning.py: it starts two ranks
 }
 INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
@@ -34,7 +35,7 @@ def test_example(program, tmp_path):
     if start is None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    folder = [str(tmp_path)] if program in INTO_A_FOLDER else []
+    folder = [str(tmp_path)] if program in INTO_A_FOLDER else ["--mesh", "1,1,1", "--steps", "5"] if program == "three_axes.py" else []
     command = [sys.executable, *start, str(ROOT / "examples" / program), *folder]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]

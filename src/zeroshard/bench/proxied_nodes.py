@@ -109,7 +109,8 @@ def _meet(url: str, **options: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield _Readdressed(store, _entered[0]), rank, world_size
 
 
-register_rendezvous_handler(_SCHEME, _meet)
+with contextlib.suppress(RuntimeError):  # this module was imported before, and the handler is there
+    register_rendezvous_handler(_SCHEME, _meet)
 
 
 class _Readdressed(dist.Store):

@@ -87,7 +87,7 @@ def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[st
 
 def _check(mesh: Any, comm: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}.")
+        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, and others named of {MODEL_AXES}, got {type(mesh).__name__}.")
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     names = mesh.mesh_dim_names or ()
