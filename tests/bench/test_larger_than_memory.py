@@ -21,6 +21,7 @@ def interpreter_nbytes() -> int:
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.limit(400)
 def test_states_beyond_an_enforced_limit_train_on_disk(tmp_path):

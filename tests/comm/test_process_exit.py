@@ -23,7 +23,7 @@ for _ in range(4):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("comm", ["shared", "dist"])
+@pytest.mark.parametrize("comm", [pytest.param("shared", marks=pytest.mark.slow), "dist"])
 def test_it_does_not_abort(comm):
     """Without an orderly end, half of such launches do."""
     for _ in range(2):

@@ -25,7 +25,13 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
 INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
 
 
-@pytest.mark.parametrize("program", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+SLOW = {"transformers_trainer.py", "accelerate_loop.py"}  # what they do is done in tests/integrations as well
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in sorted(path.name for path in (ROOT / "examples").glob("*.py"))],
+)
 @pytest.mark.limit(120)
 def test_example(program, tmp_path):
     needed, start, says = RUNS[program]
