@@ -30,8 +30,8 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "parallelize", "parallel_checkpoints", "plans", "tensor_parallel", "pipeline", "parallel_volumes",
-    "larger_than_memory", "fake_world", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "engine", "examples", "equivalence", "equivalence_wide", "processes",
+    "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
+    "engine", "examples", "plans", "equivalence", "tensor_parallel", "parallel_volumes", "pipeline", "equivalence_wide", "processes",
     "failures", "uneven_data", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
     "checkpoint_edges", "load_memory",
@@ -47,8 +47,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 
 def pytest_configure(config):
     # torch imports _dynamo, half of itself, with the first optimizer: once in the server, not in each rank
-    tensors = ["torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
-    share_imports(["torch", "torch.distributed", "torch._dynamo", *tensors, "zeroshard", "helpers"])
+    share_imports(["torch", "torch.distributed", "torch._dynamo", "zeroshard", "helpers"])
     config.addinivalue_line("markers", "slow: what the suite has no time for; ZEROSHARD_SLOW=1 runs it")
     config.addinivalue_line("markers", "limit(seconds): the longest this test may take")
     torch.set_num_threads(1)  # ranks share the cores

@@ -9,7 +9,9 @@ one is ended at the time limit, and no rank outlives the launcher, even if that 
     a rank ends badly -> wait `grace_s` -> SIGTERM to the groups -> wait -> SIGKILL to the groups
 """
 
+import contextlib
 import ctypes
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -35,8 +37,22 @@ _method = "spawn"  # of multiprocessing
 FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+_PORTS, _BLOCK = 15000, 64  # Linux gives those from 32768 on to who asks for any
+_given = itertools.count()
+
+
 def free_port() -> int:
-    """A TCP port of this machine that was free a moment ago."""
+    """A TCP port of this machine that was free a moment ago.
+
+    Of those that the system gives to who asks for any (gloo's sockets, connections) one may be taken between now and when rank 0
+    listens there; so it is one of a block of this process's own below them, another one each time.
+    """
+    first = _PORTS + os.getpid() % 256 * _BLOCK
+    for _ in range(_BLOCK):
+        port = first + next(_given) % _BLOCK
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
