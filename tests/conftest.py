@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items if os.environ.get("ZEROSHARD_SLOW") != "1" else ():
         if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="takes long, and others show most of it: ZEROSHARD_SLOW=1 runs it"))
+            item.add_marker(pytest.mark.skip(reason="takes long: ZEROSHARD_SLOW=1 runs it"))  # each mark says beside it what is tested in its place
     if torch.cuda.is_available():
         return
     for item in items:

@@ -10,11 +10,9 @@ import errno
 import gc
 import multiprocessing
 import os
-import sys
 import threading
 import traceback
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -274,45 +272,6 @@ def test_files_go_with_the_model(activate, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
     zs.checkpoint_activations(model, off=True)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_copy_of_the_model_checkpoints_its_own_blocks(activate):
-    model, ((batch,),) = activate(seeded(Stack, DIM)), normal_batches(1, 1, 4, DIM)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for param in other.parameters():
-            param.mul_(2)
-    gradients(model, square(model, batch))
-    mine = gradients(other, square(other, batch))
-    zs.checkpoint_activations(other, off=True)
-    wanted = gradients(other, square(other, batch))
-    for name in wanted:
-        same(mine[name], wanted[name], name, 0.0)
-    assert zs.activation_report(model).packed == 6
-    gradients(model, square(model, batch))
-    assert zs.activation_report(model).packed == 9
-
-
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_copies_that_threads_compute_at_once(activate, place):
-    """Each copy's batches grow, so the store they share makes larger arenas while others put and get."""
-    model = activate(seeded(Stack, DIM, 5), place)
-    copies = [copy.deepcopy(model) for _ in range(4)]
-    batches = [(torch.randn(4 + 3 * step, DIM, generator=torch.Generator().manual_seed(step)),) for step in range(25)]
-    plain = seeded(Stack, DIM, 5)
-    wanted = [gradients(plain, square(plain, batch)) for batch in batches]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # threads take turns at nearly every line
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda each: [gradients(each, square(each, batch)) for batch in batches], copies))
-    finally:
-        sys.setswitchinterval(before)
-    for mine in found:
-        for step, (got, one) in enumerate(zip(mine, wanted, strict=True)):
-            for name in one:
-                same(got[name], one[name], f"{name} in step {step}", 0.0)
-    assert store_of(model).alive() == 0
 
 
 def test_a_forward_without_checkpoints_says_so(activate, capsys):

@@ -8,7 +8,7 @@ from zeroshard.bench import checkpoints
 from zeroshard.bench.plan import Contender, ModelShape
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 12 s; saves and loads themselves: tests/checkpoint
 @pytest.mark.processes
 @pytest.mark.limit(120)
 def test_a_tiny_race_of_checkpoints(tmp_path, monkeypatch, capsys, forked_teams):

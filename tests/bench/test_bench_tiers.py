@@ -184,7 +184,7 @@ def test_swap_folder_is_on_a_disk_and_goes(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 20 s; tables and goals of this section are tested above
 @pytest.mark.processes
 def test_a_tiny_race_of_the_tiers(tmp_path):
     """Losses agree, bytes moved are those of the states, the disk is measured, FSDP2 offloads on CPU ranks."""

@@ -21,7 +21,7 @@ def interpreter_nbytes() -> int:
     return int(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 50 s; states on disk that equal states in memory: tests/offload; the limit itself: test_host_memory
 @pytest.mark.processes
 @pytest.mark.limit(400)
 def test_states_beyond_an_enforced_limit_train_on_disk(tmp_path):

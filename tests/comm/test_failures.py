@@ -129,7 +129,7 @@ def test_b05_a_rank_that_is_killed_is_named_by_all_with_the_signal(comm):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])  # the wait is the same, 10 s each
 @pytest.mark.parametrize("comm", COMMS)
 def test_a_rank_that_sleeps_in_its_forward_is_found_with_its_stack(comm, stage):
     results = run(3, comm, 1, dawdle_in_the_tokenizer, stage, timeout_s=90.0)

@@ -23,6 +23,7 @@ for _ in range(4):
 
 
 @pytest.mark.processes
+# over gloo, which is what aborted, always; the other one takes 15 s more
 @pytest.mark.parametrize("comm", [pytest.param("shared", marks=pytest.mark.slow), "dist"])
 def test_it_does_not_abort(comm):
     """Without an orderly end, half of such launches do."""

@@ -103,7 +103,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_hop_is_told_on_all():
         assert rank == 2 or ("PeerFailed" in text and "rank 2" in text and result.value[1] < STALL_S + 2), text
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 20 s, most of it waiting; stalls between nodes: test_two_nodes
 @pytest.mark.processes
 def test_a_stall_in_the_middle_of_a_hop_is_explained():
     results = run_processes(_failing, WORLD, "sleep", timeout_s=90, check=False)

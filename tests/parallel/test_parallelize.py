@@ -107,28 +107,34 @@ def loss_of(output: object, targets: Tensor) -> Tensor:
 @functools.cache
 def one_process(model: str, dp: int, micro: int, clip: float | None, bf16: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """(losses, norms, weights); with bf16 by zeroshard on one rank, whose masters step."""
-    module, losses, norms = MODELS[model](), [], []
+    module = MODELS[model]()
     optimizer = adam(module.parameters())
     if bf16:
         from zeroshard.testing import run_threads
 
         return run_threads(1, lambda rank: _alone(module, optimizer, dp, micro, clip))[0]
-    for step in range(STEPS):
-        total = 0.0
-        for place in range(dp):
-            for x, y in zip(*(part.chunk(micro) for part in batch(step, place)), strict=True):
-                loss = loss_of(module(x), y) / micro / dp
-                loss.backward()
-                total += loss.item()
-        losses.append(total)
-        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), clip or math.inf).item())
+
+    def take_step() -> float:
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip or math.inf).item()
         optimizer.step()
-        optimizer.zero_grad()
+        return norm
+
+    losses, norms = _trained(module, optimizer, dp, micro, take_step)
     return losses, norms, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def _alone(module, optimizer, dp, micro, clip):
     module, optimizer = zs.shard(module, optimizer, stage=0, precision="bf16", max_grad_norm=clip)
+
+    def take_step() -> float:
+        optimizer.step()
+        return optimizer.last_step.grad_norm
+
+    return *_trained(module, optimizer, dp, micro, take_step), zs.full_state_dict(module, masters=True)
+
+
+def _trained(module, optimizer, dp, micro, take_step) -> tuple[list[float], list[float]]:
+    """The losses and norms of all steps. take_step() -> norm before clipping."""
     losses, norms = [], []
     for step in range(STEPS):
         total = 0.0
@@ -138,10 +144,9 @@ def _alone(module, optimizer, dp, micro, clip):
                 loss.backward()
                 total += loss.item()
         losses.append(total)
-        optimizer.step()
-        norms.append(optimizer.last_step.grad_norm)
+        norms.append(take_step())
         optimizer.zero_grad()
-    return losses, norms, zs.full_state_dict(module, masters=True)
+    return losses, norms
 
 
 def run_cell(cell: Cell, mesh) -> None:

@@ -1,0 +1,56 @@
+"""Copies of a model with activation checkpoints share its store: each checkpoints its own blocks, also while threads compute them."""
+
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from activation_kit import DIM, activator, gradients, store_of
+from zoo import Stack, normal_batches, same, seeded, square
+
+import zeroshard as zs
+
+
+@pytest.fixture
+def activate(tmp_path):
+    return activator(tmp_path)
+
+
+def test_a_copy_of_the_model_checkpoints_its_own_blocks(activate):
+    model, ((batch,),) = activate(seeded(Stack, DIM)), normal_batches(1, 1, 4, DIM)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.mul_(2)
+    gradients(model, square(model, batch))
+    mine = gradients(other, square(other, batch))
+    zs.checkpoint_activations(other, off=True)
+    wanted = gradients(other, square(other, batch))
+    for name in wanted:
+        same(mine[name], wanted[name], name, 0.0)
+    assert zs.activation_report(model).packed == 6
+    gradients(model, square(model, batch))
+    assert zs.activation_report(model).packed == 9
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_copies_that_threads_compute_at_once(activate, place):
+    """Each copy's batches grow, so the store they share makes larger arenas while others put and get."""
+    model = activate(seeded(Stack, DIM, 5), place)
+    copies = [copy.deepcopy(model) for _ in range(4)]
+    batches = [(torch.randn(4 + 3 * step, DIM, generator=torch.Generator().manual_seed(step)),) for step in range(25)]
+    plain = seeded(Stack, DIM, 5)
+    wanted = [gradients(plain, square(plain, batch)) for batch in batches]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns at nearly every line
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda each: [gradients(each, square(each, batch)) for batch in batches], copies))
+    finally:
+        sys.setswitchinterval(before)
+    for mine in found:
+        for step, (got, one) in enumerate(zip(mine, wanted, strict=True)):
+            for name in one:
+                same(got[name], one[name], f"{name} in step {step}", 0.0)
+    assert store_of(model).alive() == 0
