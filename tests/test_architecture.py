@@ -28,11 +28,13 @@ LAYERS = (
     ("offload",),  # where states rest: device, host, disk
     ("zero",),  # units, gather and reduce, hooks, runtime
     ("optim", "activation_checkpointing"),
-    ("tiling", "checkpoint", "planner", "data"),
+    ("tiling", "checkpoint", "measure", "data"),
     ("api", "averaged_model"),
     ("parallel",),
     ("__init__",),
     ("models", "launch"),
+    ("planner",),  # the runtime on imagined ranks, and what that says of memory and time
+    ("papers",),  # published tables, reproduced
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed
     ("integrations.deepspeed.site", "cli", "bench", "__main__"),

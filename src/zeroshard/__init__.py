@@ -53,14 +53,14 @@ from .errors import (
     SwapError,
     ZeroshardError,
 )
+from .measure.forecast import Forecast, forecast
+from .measure.report import Report, report
 from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
 from .optim.parameter_access import gradient_of, state_of, value_of
 from .optim.step_record import StepRecord
 from .optim.whole_matrix import whole_matrix
-from .planner.forecast import Forecast, forecast
-from .planner.report import Report, report
 from .tiling.cross_entropy import tiled_cross_entropy
 from .tiling.tile import tile
 from .version import __version__

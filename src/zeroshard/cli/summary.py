@@ -13,9 +13,9 @@ from rich.text import Text
 import zeroshard as zs
 
 from ..data.text import Corpus
+from ..measure.forecast import Forecast
 from ..memory.ledger import MASTERS, OPTIMIZER, STAGING
 from ..models import GPT
-from ..planner.forecast import Forecast
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks

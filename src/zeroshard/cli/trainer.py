@@ -24,8 +24,8 @@ import zeroshard as zs
 
 from ..config import Tier
 from ..data.text import Batches, Corpus, held_out_windows
+from ..measure.forecast import Forecast, forecast
 from ..models import GPT
-from ..planner.forecast import Forecast, forecast
 from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
 from .ranks import Ranks

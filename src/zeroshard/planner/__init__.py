@@ -1,1 +1,1 @@
-"""Plans: what a run will take, said before it starts."""
+"""Know before you run: the runtime on imagined ranks, and what that says of memory, communication and time."""

@@ -12,10 +12,10 @@ from torch import nn
 
 import zeroshard as zs
 from zeroshard.config import Tier
+from zeroshard.measure import forecast as module
+from zeroshard.measure import probe
+from zeroshard.measure.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
 from zeroshard.optim import cpu_kernels, offloaded_step
-from zeroshard.planner import forecast as module
-from zeroshard.planner import probe
-from zeroshard.planner.forecast import DISK, DISK_BESIDE, HOST_STEP, Forecast, _predict, _Work, forecast
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
 

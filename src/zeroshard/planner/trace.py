@@ -1,0 +1,92 @@
+"""A trace: what one rank of one training step does, as tasks that wait for each other. Data alone; the simulator gives them time.
+
+    chain     | forward 1 |--------| forward 2 |...      tasks of the program's own order: each after the one before
+                    \             /
+    inside           | gather 2  |                       started where the program starts it, waited for where it waits
+
+A task occupies its resources together, from its beginning to its end, in the order in which tasks were started. A rank's
+program order, what it starts ahead and where it waits are those of the runtime that was traced (`recorder.py`), or of a
+schedule that was written from a model's profile (`schedule.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class Resource(str, Enum):
+    """What tasks wait for. Links between ranks and of a host's memory and disks work beside computation."""
+
+    DEVICE = "device"  # computes
+    HOST = "host"  # the host's cores: optimizer steps of offloaded states
+    INSIDE = "inside"  # links between ranks of a node
+    BETWEEN = "between"  # links between nodes
+    DOWN = "down"  # device -> host
+    UP = "up"  # host -> device
+    READ = "read"  # disk -> host
+    WRITE = "write"  # host -> disk
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work of one rank.
+
+    name: "gather blocks.3", "forward blocks.3". phase: "forward", "backward", "step". nbytes: bytes by resource: what this rank
+    sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
+    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. peers: ranks that meet in a
+    collective. numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins.
+    channel: of a send or receive between stages: what joins the two, see `pipelines`.
+    """
+
+    name: str
+    phase: str
+    nbytes: Mapping[Resource, float]
+    after: tuple[int, ...] = ()
+    flops: float = 0.0
+    kernels: int = 0
+    peers: int = 1
+    numel: int = 0
+    axis: str = "dp"  # of a collective: whose ranks meet
+    dtype: str = "fp32"  # in which is computed: its peak is the device's for it
+    unit: str = ""  # of the model
+    channel: str = ""
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        return tuple(self.nbytes)
+
+
+@dataclass
+class Trace:
+    """Tasks in the order in which they were started; a task's number is its place.
+
+    rank: whose. axes: ranks along each axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated
+    forwards: what the throughput of a model is counted by. tokens: of the step, of this rank.
+    """
+
+    tasks: list[Task] = field(default_factory=list)
+    rank: int = 0
+    axes: dict[str, int] = field(default_factory=lambda: {"dp": 1})
+    node_size: int = 1
+    model_flops: float = 0.0
+    tokens: int = 0
+
+    def add(self, task: Task) -> int:
+        """Append a task; its number."""
+        assert all(number < len(self.tasks) for number in task.after), f"{task.name} waits for a task to come"
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def total(self, resource: Resource, phases: Iterable[str] | None = None) -> float:
+        """Bytes of one resource in a step."""
+        chosen = None if phases is None else set(phases)
+        return sum(t.nbytes.get(resource, 0.0) for t in self.tasks if chosen is None or t.phase in chosen)
+
+    def scaled(self, factors: Mapping[Resource, float]) -> Trace:
+        """With other numbers of bytes by resource: of another number of ranks, say."""
+        tasks = [
+            replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()}) for t in self.tasks
+        ]
+        return replace(self, tasks=tasks)
