@@ -28,8 +28,8 @@ from .trace import Resource, Task, Trace
 
 CHECKPOINTS = ("none", "blocks", "partitioned", "host")
 _CHECKPOINT_WORDS = {
-    "blocks": "activations checkpointed", "partitioned": "activations checkpointed, in parts over tp",
-    "host": "activations checkpointed on the host",
+    "none": (), "blocks": ("activations checkpointed",), "partitioned": ("activations checkpointed, in parts over tp",),
+    "host": ("activations checkpointed on the host",),
 }  # fmt: skip
 HOPS = ("one", "two")
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value, to which comes a step of 4 bytes a block of 256
@@ -48,7 +48,7 @@ class Layout:
     micro_batch: sequences of one forward of one rank. micro_batches: of a step. hold: zs.accumulate around all but the last, as in
         zs.parallelize; else each is reduced.
     checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
-    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients: see Config. node_size: ranks of a node.
+    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config. node_size: ranks of a node.
     hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
     separate: the device has a memory of its own.
@@ -73,6 +73,7 @@ class Layout:
     node_size: int = 8
     hops: str = "one"
     prefetch_nbytes: int = 64 << 20
+    max_unit_numel: int | None = None
     gradient_itemsize: int = 4
     state_itemsize: int = 8
     separate: bool = True
@@ -130,6 +131,7 @@ class Layout:
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
         named = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
+        named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named["prefetch_nbytes"] = self.prefetch_nbytes
@@ -151,7 +153,7 @@ class Layout:
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
         words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
-        return ", ".join(words + [_CHECKPOINT_WORDS[self.checkpointing]] * (self.checkpointing != "none"))
+        return ", ".join([*words, *_CHECKPOINT_WORDS[self.checkpointing]])
 
 
 # -- volumes -------------------------------------------------------------------------------------------------------
@@ -191,8 +193,17 @@ class Volumes:
         self.layout, self.row = layout, STAGES[layout.stage]
         self.shards = home.shards(layout.tp, layout.shards)
         self.numel = sum(self.shards) * layout.shards  # of the buffers, padding counted
-        self._weight = _packed(layout.quantized_weights if home.packs else None, layout.itemsize)
-        self._grad = _packed(layout.quantized_gradients if home.packs else None, layout.itemsize)
+        self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
+
+    @staticmethod
+    def weight_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of parameters on their way."""
+        return _packed(layout.quantized_weights if packs else None, layout.itemsize)
+
+    @staticmethod
+    def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of gradients on their way."""
+        return _packed(layout.quantized_gradients if packs else None, layout.itemsize)
 
     def gather(self, first: bool) -> list[Bytes]:
         """Before a pass (stage 3). first: of the step; later ones are served by secondary shards where there are any."""
@@ -228,7 +239,7 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates: without the allocator's
     holes, and with what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
     """
-    row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards)
+    row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards, layout.max_unit_numel)
     own, whole = sizes.own, sizes.own * layout.shards
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
 
@@ -302,10 +313,10 @@ class Sizes:
 
     @staticmethod
     @functools.lru_cache(maxsize=4096)
-    def of(profile: Profile, pp: int, stage: int, tp: int, shards: int) -> Sizes:
+    def of(profile: Profile, pp: int, stage: int, tp: int, shards: int, max_unit_numel: int | None = None) -> Sizes:
         """shards: ranks over which a buffer is cut."""
         units = profile.stages(pp)[stage]
-        homes = homes_of(units)
+        homes = homes_of(units, max_unit_numel)
         each = [home.shards(tp, shards) for home in homes]
         return Sizes(
             tuple(size for sizes in each for size in sizes), sum(sum(home.shards(tp, 1)) for home in homes),
@@ -329,9 +340,11 @@ class Sizes:
 
 
 def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
-    """Names of the homes that forward gathers, in its order."""
-    apart = {home.name for home in homes if not home.held}
-    return [name for unit in units if (name := unit.home or unit.name) in apart]
+    """Names of the homes that forward gathers, in its order; of one that is split, its parts."""
+    apart: dict[str, list[str]] = defaultdict(list)
+    for home in (home for home in homes if not home.held):
+        apart[home.origin or home.name].append(home.name)
+    return [part for unit in units for part in apart.get(unit.home or unit.name, ())]
 
 
 def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable[[str, Tier, float], None]) -> None:
