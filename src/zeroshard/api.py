@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from numbers import Real
@@ -19,7 +20,7 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .config import Config, Tier
+from .config import Config, Tier, cuts_model, read_plan
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
@@ -48,7 +49,7 @@ def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    config: Config | None = None,
+    config: Config | str | os.PathLike | None = None,
     comm: backend_select.Choice | None = None,
     mesh: Any = None,
     weights: Any = None,
@@ -59,7 +60,7 @@ def shard(
     Args:
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or one of zs.whole_matrix; or None (inference).
-        config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
+        config: a Config, or the path of a plan (`zeroshard plan --auto`); **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
         mesh: a DeviceMesh in place of `comm`. Axes named "tp", "ep" and "pp" are of tensor, expert and pipeline parallelism, whose
@@ -79,6 +80,8 @@ def shard(
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, **options)
+    if isinstance(config, (str, os.PathLike)) and mesh is None and comm is None and cuts_model(plan := read_plan(config)):
+        raise ConfigError(f"config: {config} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
     config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
