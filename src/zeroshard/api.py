@@ -36,6 +36,7 @@ from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
+from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
@@ -53,6 +54,7 @@ def shard(
     comm: backend_select.Choice | None = None,
     mesh: Any = None,
     weights: Any = None,
+    sample: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Shard a model and its optimizer over the data-parallel ranks, in place; both come back.
@@ -68,6 +70,8 @@ def shard(
             which states are sharded, or two: over the inner one, alike along the outer one (HSDP; see shard_size and
             replicate_optimizer of Config).
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
+        sample: with stage="auto", which chooses the stage and where states rest by what fits: an input of the model (or a tuple or
+            mapping of them) of the size of a micro-batch, of which a forward without memory tells what activations take.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
@@ -79,24 +83,29 @@ def shard(
     """
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
-            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, **options)
+            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
     if isinstance(config, (str, os.PathLike)) and mesh is None and comm is None and cuts_model(plan := read_plan(config)):
         raise ConfigError(f"config: {config} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
-    config = Config.build(config, **options)
+    auto = is_auto(options.get("stage"), options, sample)
+    config = Config.build(config, **(options | {"stage": None} if auto else options))
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
     local = distributed.Localised(model, optimizer)
     try:
-        return _shard(model, optimizer, config, axes, local, weights)
+        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None)
     except BaseException:
         local.undo()
         raise
 
 
 def _shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed."""
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
+    auto: tuple[Any] | None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
+
+    auto: the sample by which stage and tiers are chosen.
+    """
     specs = collect(model, config)
     for spec in specs:
         spec.counts = axes.counts(spec.distribution)
@@ -108,6 +117,8 @@ def _shard(
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group, peers, world = axes.open(device, config.stall_timeout_s)
+    if auto is not None:
+        config = choose(config, group, model, specs, optimizer, *auto)
     check_same_model(group, model, specs, config, optimizer, axes.parts)
     topology.check(config, group, axes.parts)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
