@@ -28,8 +28,8 @@ from ..parallel.parallelize import next_token_loss, parallelize
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
 from .plan import ACTIVATIONS, Phase, Plan
-from .recorder import Operators, Recorder
-from .trace import Trace
+from .recorder import Groups, Operators, Recorder
+from .trace import Resource, Trace
 
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -159,8 +159,7 @@ class _Run:
                 held = number + 1 < len(batches)
                 with api.accumulate(model) if held else contextlib.nullcontext():
                     (loss(model, each) / len(batches)).backward()
-            self.recorder.at("", False)
-            self.recorder.phase = "step" if self.recorder.phase == "forward" else self.recorder.phase
+            self._computed()
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -175,8 +174,7 @@ class _Run:
         def step(batches: list[Any]) -> None:
             tokens = torch.cat(batches)
             run.backward(tokens, tokens)
-            self.recorder.at("", False)
-            self.recorder.phase = "step" if self.recorder.phase == "forward" else self.recorder.phase
+            self._computed()
             for each in run.optimizers:
                 each.step()
                 each.zero_grad()
@@ -184,18 +182,24 @@ class _Run:
 
         return step, [runtime_of(each) for each in run.models]
 
+    def _computed(self) -> None:
+        """Forward and backward are over."""
+        self.recorder.at("", False)
+        if self.recorder.phase == "forward":
+            self.recorder.enter("step")
+
     def _train(self, step: Callable[[Any], None], runtimes: list[Runtime], batch: Any, mesh: Any) -> None:
         recorder = self.recorder
         for runtime in runtimes:
             recorder.watch(runtime.ledger)
             recorder.fullest["load", Tier.DEVICE] = {**runtime.ledger.peak, "total": runtime.ledger.total_peak}
         handles = [handle for runtime in runtimes for handle in _follow(runtime, recorder)]
-        groups = {} if mesh is None else self._groups(mesh)
-        with Operators(recorder, groups):
+        operators = Operators(recorder, Groups() if mesh is None else self._groups(mesh))
+        with operators:
             for number, phase in enumerate(("first step", "forward")):
-                recorder.phase, recorder.backward = phase, False
+                recorder.enter(phase)
                 if number == 1:
-                    recorder.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
+                    operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
                     before = [dict((kind, t.nbytes) for kind, t in runtime.ledger.traffic.items()) for runtime in runtimes]
                 batches = [_make(batch) for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
@@ -217,14 +221,13 @@ class _Run:
         if recorder.phase == "first step":
             recorder.alive_nbytes = 0
 
-    def _groups(self, mesh: Any) -> dict[str, tuple[str, int, bool]]:
-        found = {}
-        for axis in ("tp",):
-            group = mesh[axis].get_group()
-            ranks = torch.distributed.get_process_group_ranks(group)
-            spread = len({rank // self.node_size for rank in ranks}) > 1
-            found[group.group_name] = (axis, len(ranks), spread)
-        return found
+    def _groups(self, mesh: Any) -> Groups:
+        def link(axis: str) -> Resource:
+            nodes = {rank // self.node_size for rank in torch.distributed.get_process_group_ranks(mesh[axis].get_group())}
+            return Resource.BETWEEN if len(nodes) > 1 else Resource.INSIDE
+
+        axes = {mesh["tp"].get_group().group_name: ("tp", self.axes["tp"], link("tp"))}
+        return Groups(axes, mesh["pp"].get_local_rank(), link("pp"))
 
 
 def _make(batch: Any) -> Any:
@@ -250,7 +253,7 @@ def _follow(runtime: Runtime, recorder: Recorder) -> Iterator[Any]:
 
 def _entered(name: str, recorder: Recorder) -> Callable:
     def hook(module: nn.Module, args: Any) -> None:
-        recorder.at(name, recorder.backward or torch._C._current_graph_task_id() != -1)
+        recorder.at(name, torch._C._current_graph_task_id() != -1)  # a repeated forward is a part of backward
 
     return hook
 
@@ -268,12 +271,12 @@ def _left(name: str, recorder: Recorder) -> Callable:
 
 
 def _kept(recorder: Recorder) -> dict[str, int]:
-    """Bytes that units keep for backward: what forward has added from one to the next."""
+    """Bytes that units keep for backward of a micro-batch: what forward has added from one to the next."""
     kept: dict[str, int] = {}
     before = 0
     for moment in recorder.moments:
-        if moment.phase != "forward":
-            continue
+        if moment.phase == "backward" or (len(kept) > 2 and moment.unit == next(iter(kept))):
+            break  # a second micro-batch
         now = moment.held.get(ACTIVATIONS, 0)
         kept[moment.unit] = kept.get(moment.unit, 0) + now - before
         before = now

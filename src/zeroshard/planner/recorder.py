@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +56,12 @@ class Recorder(Watcher):
         self._began = 0
         self._paused = False
         self._claimed: set[int] = set()
+
+    def enter(self, phase: str) -> None:
+        """What follows is of another phase: one of `plan.PHASES`."""
+        self.flush()
+        self.phase, self.backward = phase, False
+        self.sample()
 
     # -- memory ----------------------------------------------------------------------------------------------
 
@@ -153,10 +161,10 @@ class Recorder(Watcher):
             self._last = (number,)
         return (number,)
 
-    def start(self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = "dp") -> Ticket:
+    def start(self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = "dp", channel: str = "") -> Ticket:
         """A task beside the rank's own order, after what it has done so far."""
         self.flush()
-        return self._add(Task(name, self._phase, nbytes, self._last, peers=peers, unit=self.unit, axis=axis)) + (-self._began,)
+        return self._add(Task(name, self._phase, nbytes, self._last, peers=peers, unit=self.unit, axis=axis, channel=channel)) + (-self._began,)
 
     def sent(self, label: str, sent: Sent, peers: int) -> Ticket:
         nbytes = {Resource.INSIDE: float(sent.inside), Resource.BETWEEN: float(sent.between)}
@@ -186,22 +194,41 @@ class Recorder(Watcher):
         paused, self._paused = self._paused, True
         yield
         self._paused = paused
+        self.sample()
         if numel:
             self._add(Task("host step", self.phase, {Resource.HOST: float(nbytes)}, self._last, numel=numel), last=True)
 
 
-class Operators(TorchDispatchMode):
-    """Tells a recorder of every operator. groups: name of a process group -> (axis, ranks, whether they are on several nodes)."""
+@dataclass(frozen=True)
+class Groups:
+    """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
 
-    def __init__(self, recorder: Recorder, groups: dict[str, tuple[str, int, bool]]) -> None:
+    stage: this rank's place along pp; stage_link: the link to the stages beside it.
+    """
+
+    axes: dict[str, tuple[str, int, Resource]] = field(default_factory=dict)
+    stage: int = 0
+    stage_link: Resource = Resource.INSIDE
+
+
+class Operators(TorchDispatchMode):
+    """Tells a recorder of every operator."""
+
+    def __init__(self, recorder: Recorder, groups: Groups) -> None:
         super().__init__()
         self.recorder, self.groups, self._under_way = recorder, groups, weakref.WeakKeyDictionary()
+        self._messages: Counter[str] = Counter()
         self._token: Any = None
         self.subclass: type | None = None
-        if groups:
+        if groups.axes:
             from torch.distributed.tensor import DTensor
 
             self.subclass = DTensor
+
+    def begin(self, trace: Trace) -> None:
+        """What follows is written to a new trace."""
+        self._messages.clear()
+        self.recorder.begin(trace)
 
     def __enter__(self) -> Operators:
         self._token = claims.set(self.recorder.claim)
@@ -218,6 +245,8 @@ class Operators(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return self._collective(func, args, result)
+        if func.namespace == "c10d":
+            return self._message(func, args, result)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         results = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
         lists = [x for given in args if isinstance(given, (tuple, list)) for x in given if isinstance(x, Tensor)]
@@ -250,13 +279,26 @@ class Operators(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self.recorder.waited(self._under_way.pop(storage, ()))
             return result
-        axis, size, spread = self.groups.get(args[-1] if isinstance(args[-1], str) else "", ("", 1, False))
+        axis, size, link = self.groups.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1, Resource.INSIDE))
         if axis and isinstance(result, Tensor):
             passes = 2.0 if name.startswith("all_reduce") else 1.0
             whole = max(args[0].nbytes, result.nbytes)
-            link = Resource.BETWEEN if spread else Resource.INSIDE
             self.recorder.born(result.untyped_storage())
             self.recorder.sample()
             ticket = self.recorder.start(f"{axis} {name}", {link: passes * whole * (size - 1) / size}, size, axis)
             self._under_way[result.untyped_storage()] = ticket
+        return result
+
+    def _message(self, func: Any, args: tuple, result: Any) -> Any:
+        """Between stages: a send goes on beside, what is received is needed next."""
+        name, here = func._schema.name.partition("::")[2], self.groups.stage
+        if name not in ("send", "recv_"):
+            return result
+        way = f"stage {here} -> {args[2]}" if name == "send" else f"stage {args[2]} -> {here}"
+        channel = f"{way} #{self._messages[way]}"
+        self._messages[way] += 1
+        nbytes = float(sum(x.nbytes for x in args[0]))
+        ticket = self.recorder.start(f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, "pp", channel)
+        if name == "recv_":
+            self.recorder.waited(ticket)
         return result
