@@ -20,9 +20,11 @@ from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from .hardware import Hardware, resource_seconds
+from .layout import Layout, Volumes, exchange
+from .memory import Sizes, memory_of
 from .plan import Plan
 from .profile import Profile
-from .schedule import Layout, Sizes, Volumes, exchange, memory_of, trace_of
+from .schedule import trace_of
 from .simulator import Simulation, simulate
 from .trace import Resource, Task, Trace
 
