@@ -37,7 +37,8 @@ class Layout:
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config. node_size: ranks of a node.
     hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
-    separate: the device has a memory of its own.
+    separate: the device has a memory of its own. stops_early: a repeated forward ends where backward has all that it needs, as torch's
+        checkpoints do; those of Megatron-LM and DeepSpeed repeat all of it.
     """
 
     dp: int = 1
@@ -63,6 +64,7 @@ class Layout:
     gradient_itemsize: int = 4
     state_itemsize: int = 8
     separate: bool = True
+    stops_early: bool = True
 
     def __post_init__(self) -> None:
         choices = {"checkpointing": CHECKPOINTS, "hops": HOPS, "stage": tuple(STAGES), "precision": tuple(PRECISIONS)}
@@ -91,6 +93,12 @@ class Layout:
     def shards(self) -> int:
         """Ranks that share a parameter's elements."""
         return self.shard_size or self.dp
+
+    @property
+    def has_masters(self) -> bool:
+        """fp32 copies are stepped: of lower precisions, and where who steps has no values within reach (zero/shard_model.py)."""
+        steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
+        return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
 
     @property
     def held(self) -> bool:

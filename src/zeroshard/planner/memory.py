@@ -10,7 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..config import STAGES, Offload, Placement, Row, Tier
+import torch
+
+from ..config import STAGES, Config, Offload, Placement, Row, Tier
+from ..memory.estimate import Group, arena_nbytes
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
 from ..zero.prefetch import LOOKAHEAD
 from ..zero.shard_model import LANDINGS, STAGING_BUFFERS
@@ -33,17 +36,17 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
         if nbytes:
             held[tier][category] += round(nbytes)
 
-    sharded = row.parameter is Placement.SHARDED
+    sharded, away = row.parameter is Placement.SHARDED, rests_away(layout.parameter, layout.separate)
     replicated = row.optimizer is not Placement.SHARDED
     states = whole if replicated else own
     add(PARAMETERS, layout.parameter if sharded else Tier.DEVICE, (own if sharded else whole) * layout.itemsize)
     spread = row.gradient is Placement.SHARDED
     add(GRADIENTS, layout.gradient if spread else Tier.DEVICE, (own if spread else whole) * layout.gradient_itemsize)
-    add(MASTERS, layout.optimizer, states * 4 * (layout.precision != "fp32"))
+    add(MASTERS, layout.optimizer, states * 4 * layout.has_masters)
     moments = sizes.stepped if replicated else own  # the end of a whole buffer is not stepped
     add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
     if sharded and layout.shards > 1:
-        add(GATHERED, Tier.DEVICE, sizes.gathered(layout.prefetch_nbytes, layout.itemsize))
+        add(GATHERED, Tier.DEVICE, sizes.gathered(0 if away else layout.prefetch_nbytes, layout.itemsize))
     if sharded and layout.hpz > 1:
         add(SECONDARY, Tier.DEVICE, whole / layout.hpz * packed_nbytes(layout.quantized_weights, layout.itemsize))
     if spread and layout.held:
@@ -138,14 +141,22 @@ def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable
     resting = row.gradient is not Placement.SHARDED and layout.itemsize == layout.gradient_itemsize
     sent = [] if resting else [size * layout.shards * layout.itemsize for size in sizes]
     add(STAGING, Tier.DEVICE, max(sent, default=0) * min(STAGING_BUFFERS, len(sent)))
-    largest = max(sizes)
-    offload = Offload()
+    largest, offload = max(sizes), Offload()
     if rests_away(layout.parameter, layout.separate):
         count = min(max(offload.buffer_count // 2, 2), len(sizes))
         add(STAGING, Tier.DEVICE, largest * layout.itemsize * count)
-        add(STAGING, Tier.HOST, largest * layout.itemsize * count * layout.separate)
+        add(STAGING, Tier.HOST, largest * layout.itemsize * count * (layout.separate and layout.parameter is Tier.DISK))
     if rests_away(layout.gradient, layout.separate):
+        repeated = layout.micro_batches > 1 and not layout.held
         add(STAGING, Tier.DEVICE, largest * 4 * LANDINGS)
-        add(STAGING, Tier.HOST, largest * 4 * LANDINGS)
-    if Tier.DISK in (layout.optimizer, layout.gradient, layout.parameter) or (layout.separate and layout.optimizer is not Tier.DEVICE):
-        add(STAGING, Tier.HOST, offload.buffer_count * offload.buffer_nbytes)
+        add(STAGING, Tier.HOST, largest * 4 * LANDINGS * repeated)
+    if layout.optimizer is not Tier.DEVICE:
+        add(STAGING, Tier.HOST, _arena_nbytes(layout, sizes))
+
+
+def _arena_nbytes(layout: Layout, sizes: tuple[int, ...]) -> int:
+    """Memory through which the host's step brings what is out of its reach (memory/estimate.py)."""
+    config = Config(**layout.options(path="/"))
+    columns, master = layout.state_itemsize // 4, torch.float32 if layout.has_masters else None
+    groups = [Group(0, size, config.compute_dtype, torch.float32, config.offload_optimizer, master, columns) for size in sizes]
+    return arena_nbytes(config, layout.separate, groups)

@@ -18,6 +18,9 @@ from .memory import memory_of
 from .profile import Home, Profile, UnitProfile, homes_of
 from .trace import Resource, Task, Trace
 
+_PASSES = 2.4  # over what a forward keeps: bytes that its kernels move; these three are counted by dry runs of a GPT
+_BACKWARD_PASSES, _BACKWARD_KERNELS = 2.5, 3  # of a forward's
+_STEP_NBYTES = 36  # an element that torch's AdamW moves beside one pass over all it has: its kernels are not fused
 __all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
 
@@ -164,8 +167,10 @@ class Stage:
             sent = self._kept(stretch) * (lay.tp - 1)
             name = f"gather input {stretch.name}"
             needed = (*needed, self._add(name, "backward", {self._tp_link: sent}, self.last, axis="tp", peers=lay.tp))
-        self._compute(f"forward again {stretch.name}", "backward", stretch, 1.0, needed)
-        reduces = sum(max(unit.tp_reduces - 1, 0) for unit in stretch.units)  # it ends before the last one of each block
+        flops = sum(unit.flops for unit in stretch.units)
+        last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
+        self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
+        reduces = sum(max(unit.tp_reduces - lay.stops_early, 0) for unit in stretch.units)
         self._tp(stretch, "backward", reduces)
         return ()
 
@@ -175,8 +180,10 @@ class Stage:
         flops = factor * sum(unit.flops for unit in units) / lay.tp * self.tokens
         item = lay.itemsize
         weights = sum(sum(unit.cut) // lay.tp + sum(unit.whole) for unit in units) * item
-        moved = factor * (weights + 2 * self.tokens * sum(unit.saved_nbytes(item, lay.tp) for unit in units))
-        kernels = round(factor * sum(unit.kernels for unit in units))
+        held = sum(_PASSES * unit.saved_nbytes(item, lay.tp) + 4 * unit.working_fp32 / lay.tp for unit in units)
+        times = factor if factor <= 1 else _BACKWARD_PASSES
+        moved = times * (weights + self.tokens * held)
+        kernels = round((factor if factor <= 1 else _BACKWARD_KERNELS) * sum(unit.kernels for unit in units))
         self._add(
             name, phase, {Resource.DEVICE: moved}, (*self.last, *needed), chain=True, flops=flops, kernels=kernels, dtype=lay.precision,
             unit=stretch.name,
@@ -285,7 +292,7 @@ class Stage:
     @property
     def _state_itemsize(self) -> int:
         """Bytes an element of masters and states."""
-        return self.layout.state_itemsize + 4 * (self.layout.precision != "fp32")
+        return self.layout.state_itemsize + 4 * self.layout.has_masters
 
     def _update(self) -> None:
         """After the norm, which needs all gradients: each home's shard, on its tier, and what follows from it."""
@@ -298,7 +305,8 @@ class Stage:
             volumes = self.volumes[home.name]
             numel = sum(volumes.shards) if self.row.optimizer is Placement.SHARDED else volumes.numel
             states = numel * self._state_itemsize
-            moved = 2 * states + numel * (lay.gradient_itemsize + lay.itemsize * (1 if lay.precision != "fp32" else 2))
+            own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if lay.precision != "fp32" else 2))
+            moved = 2 * states + own + _STEP_NBYTES * numel if lay.optimizer is Tier.DEVICE else states + own
             if lay.optimizer is Tier.DEVICE:
                 work = {Resource.DEVICE: moved}
                 number = self._add(f"step {home.name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=home.name)

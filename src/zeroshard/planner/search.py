@@ -278,7 +278,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if spread and lay.gradient is not Tier.DEVICE and lay.separate:
         links[Resource.DOWN] += reduces * seconds({Resource.DOWN: own * lay.itemsize})[Resource.DOWN]
     states = own if row.optimizer is Placement.SHARDED else whole
-    itemsize = lay.state_itemsize + 4 * (lay.precision != "fp32")
+    itemsize = lay.state_itemsize + 4 * lay.has_masters
     moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
     tail = max(seconds({Resource.DEVICE if lay.optimizer is Tier.DEVICE else Resource.HOST: moved}, numel=states).values())
     if lay.optimizer is Tier.DISK:
