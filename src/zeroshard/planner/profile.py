@@ -237,8 +237,8 @@ class Profile:
             if not task.unit:
                 continue
             numels.setdefault(task.unit, 0)
-            name = task.name.removeprefix("reduce ").partition(" (")[0]
-            if name != task.name and task.axis == "dp" and task.phase == "backward":
+            if task.name.startswith("reduce ") and task.phase == "backward":
+                name = task.name.removeprefix("reduce ").partition(" (torch.")[0]
                 numels[name] = numels.get(name, 0) + sum(task.nbytes.values()) * task.peers / (task.peers - 1) / plan.micro_batches
             if task.phase == "forward" and Resource.DEVICE in task.nbytes:
                 flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches
