@@ -101,6 +101,11 @@ class Layout:
         return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
 
     @property
+    def steps_on(self) -> Resource:
+        """What computes the optimizer's step. On ranks that are cores of a host it is these, wherever states rest."""
+        return Resource.DEVICE if self.optimizer is Tier.DEVICE or not self.separate else Resource.HOST
+
+    @property
     def held(self) -> bool:
         """Gradients of all micro-batches but the last are added up on the rank."""
         return self.micro_batches > 1 and (self.hold or self.pp * self.tp > 1)

@@ -182,7 +182,8 @@ def _variants(
     several = dp > inside and dp % inside == 0 and inside > 1
     for stage, choices in _TIERS.items():
         for tiers in choices:
-            if (dp == 1 and stage and all(tier is Tier.DEVICE for tier in tiers)) or (Tier.HOST in tiers[::2] and not hardware.separate):
+            plain = all(tier is Tier.DEVICE for tier in tiers)
+            if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
                 continue
             states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
             extras = _between_nodes(stage, several, inside, lossy)
@@ -280,7 +281,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     states = own if row.optimizer is Placement.SHARDED else whole
     itemsize = lay.state_itemsize + 4 * lay.has_masters
     moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
-    tail = max(seconds({Resource.DEVICE if lay.optimizer is Tier.DEVICE else Resource.HOST: moved}, numel=states).values())
+    tail = max(seconds({lay.steps_on: moved}, numel=states).values())
     if lay.optimizer is Tier.DISK:
         tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
     if not sharded and row.optimizer is Placement.SHARDED:
