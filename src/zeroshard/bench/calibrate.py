@@ -5,8 +5,8 @@
 
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
 curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
-reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by itself,
-so that none is hidden behind another: the file says so (`shared_cores`).
+reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
+itself, so that none is hidden behind another: the file says so (`shared_cores`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Found:
-    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s, of one direction; rates in parameters/s."""
+    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s; stepped: parameters/s."""
 
     flops: dict[str, list[float]]
     launch_s: float
@@ -122,6 +122,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     for resource, phase in ((Resource.READ, "read"), (Resource.WRITE, "write")) if path is not None else ():
         links[resource] = Link(bandwidth([each.bursts[phase] for each in found]) / ranks, 0.0)
     memory = available_nbytes() or 0
+    shape = "fp32, square matrices, forward and both gradients"
     measured = f"zeroshard bench --calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
     device = Device(
         name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
@@ -132,7 +133,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
         disk_nbytes=shutil.disk_usage(path).free if path is not None else 0, host_step_rate=sum(each.stepped for each in found),
         host_memory_bandwidth=mean["copied"] * ranks, separate=False, shared_cores=True,
-        source={"all": measured, "memory": "what was free at that time", "efficiency": "fp32, square matrices, forward and both gradients"},
+        source={"all": measured, "memory": "what was free at that time", "efficiency": shape},
     )  # fmt: skip
 
 
