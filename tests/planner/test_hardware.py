@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import tomllib
 from unit_hardware import BETWEEN, DEVICE, INSIDE, READ, UNIT, compute, move
 
 from zeroshard.errors import ConfigError
@@ -34,7 +33,7 @@ def test_every_number_has_a_source(name):
     if "all" in source:
         return
     others = Hardware.named(source["others"].split(" ")[1]).source if "others" in source else {}
-    table = tomllib.loads(module._FILE.read_text())[name]
+    table = module._tables()[name]
     numbers = [key for key in table if key not in ("device", "links", "source", "separate", "shared_cores")]
     numbers += [key for key in table["device"] if key != "name"] + list(table["links"])
     of_node = {"devices_per_node", "host_memory_nbytes", "disk_nbytes", "memory_nbytes"}
