@@ -6,7 +6,8 @@
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
 curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
 reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
-itself, so that none is hidden behind another: the file says so (`shared_cores`).
+itself, so that none is hidden behind another: the file says so (`shared_cores`). What a rank computes is timed by its processor
+time, times the ranks that share a core, as other programs should not count; what it does with others by the clock.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..io.swap_folder import SwapFolder
 from ..launch import run_processes
 from ..measure.probe import Rehearsal, step_rate
 from ..memory.host_memory import available_nbytes, keep_freed_memory
+from ..optim.cpu_kernels import visible_cores
 from ..planner.hardware import Curve, Device, Hardware, Link
 from ..planner.trace import Resource
 from ..zero.runtime import runtime_of
@@ -178,8 +180,10 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
     comm.exchange(b"", "calibrate: turn")
     samples, begin = [], time.perf_counter()
     while not samples or time.perf_counter() - begin < turn_s:
-        samples.append(seconds(action))
-    return median(samples)
+        started = time.process_time()
+        action()
+        samples.append(time.process_time() - started)
+    return median(samples) * max(1.0, comm.world_size / visible_cores())
 
 
 def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:
