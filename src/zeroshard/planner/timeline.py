@@ -61,6 +61,8 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
     room = simulation.step_s / (_WIDTH_IN * _LETTERS_IN)  # of a letter
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
+        if not task.nbytes:  # a receive: its send is drawn
+            continue
         kind = _coloured_by(task)
         kinds[kind] = COLOURS.get(kind, OTHER)
         for lane in _lanes_of(task, simulation.hardware):
