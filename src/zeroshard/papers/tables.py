@@ -1,0 +1,41 @@
+"""The tables by name. Each is computed when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import ConfigError, did_you_mean
+from . import infinity, successors, zero
+from .table import Table
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "zero-table1": zero.table1,
+    "zero-table2": zero.table2,
+    "zero-volumes": zero.volumes,
+    "zero-r": zero.zero_r,
+    "infinity-fig2a": infinity.fig2a,
+    "infinity-efficiency": infinity.requirements,
+    "zeropp-volumes": successors.zeropp_volumes,
+    "zeropp-memory": successors.zeropp_memory,
+    "deepspeed-estimators": successors.estimators,
+}
+
+
+def check_names(names: Sequence[str]) -> list[str]:
+    """All names where none is given. Raises ConfigError for one that is not in the list."""
+    for name in names:
+        if name not in TABLES:
+            raise ConfigError(f"papers: unknown table {name!r}.{did_you_mean(name, TABLES)} Known: {', '.join(TABLES)}.")
+    return list(dict.fromkeys(names)) or list(TABLES)
+
+
+def write(table: Table, folder: Path) -> list[Path]:
+    """<name>.md, <name>.csv and, of what is a chart, <name>.png; the paths."""
+    from . import figures
+
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{table.name}.{suffix}" for suffix in ("md", "csv")]
+    paths[0].write_text(table.markdown())
+    paths[1].write_text(table.csv())
+    return paths + figures.draw(table, folder / f"{table.name}.png")
