@@ -37,7 +37,8 @@ class Task:
     sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
     flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. peers: ranks that meet in a
     collective. numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins.
-    channel: of a send or receive between stages: what joins the two, see `pipelines`.
+    channel: of a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets
+    other bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Task:
     dtype: str = "fp32"  # in which is computed: its peak is the device's for it
     unit: str = ""  # of the model
     channel: str = ""
+    distinct: bool = False
 
     @property
     def resources(self) -> tuple[Resource, ...]:
