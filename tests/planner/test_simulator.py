@@ -3,37 +3,11 @@
 import time
 
 import pytest
+from unit_hardware import DEVICE, INSIDE, READ, SHARED, UNIT, compute, move, spans, trace
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.hardware import Curve, Device, Hardware, Link
 from zeroshard.planner.simulator import simulate
 from zeroshard.planner.trace import Resource, Task, Trace
-
-DEVICE, INSIDE, BETWEEN, READ = Resource.DEVICE, Resource.INSIDE, Resource.BETWEEN, Resource.READ
-LINKS = {r: Link(1.0, 0.0) for r in Resource if r not in (Resource.DEVICE, Resource.HOST)}
-DEV = Device("unit", 100, memory_bandwidth=1e9, kernel_latency_s=0.0, peak_flops={"fp32": 1.0}, efficiency=Curve((1.0,), (1.0,)))
-UNIT = Hardware("unit", DEV, 4, LINKS, 1000, 1000, host_step_rate=1.0, host_memory_bandwidth=1e9)  # 1 flop, byte, parameter a second
-SHARED = Hardware("cores", DEV, 4, LINKS, 1000, 1000, 1.0, 1e9, shared_cores=True)
-
-
-def compute(name, s, after=(), **more):
-    return Task(name, "forward", {DEVICE: 0.0}, tuple(after), flops=s, **more)
-
-
-def move(name, s, after=(), resource=INSIDE, **more):
-    return Task(name, "forward", {resource: s}, tuple(after), **more)
-
-
-def trace(*tasks, **more):
-    made = Trace(**more)
-    for task in tasks:
-        made.add(task)
-    return made
-
-
-def spans(result):
-    return [(begin, end) for _, _, begin, end in result.spans]
-
 
 GATHERS = trace(
     move("gather 1", 2), move("gather 2", 3), compute("forward 1", 4, [0]), move("gather 3", 3, [2]), compute("forward 2", 4, [1, 2]),
@@ -70,16 +44,36 @@ def test_latency_from_outside_counts_hops_of_a_tree_and_no_disks():
     assert simulate(given, UNIT, latency_s=0.5).step_s == 1 + 10 * 0.5 + 1
 
 
-def test_a_resource_serves_tasks_in_the_order_in_which_they_were_started():
-    """A gather that waits for its shard from disk holds up the reduction behind it, as on a stream."""
-    result = simulate(trace(move("read", 5, resource=READ), move("gather", 1, [0]), move("reduce", 1)), UNIT)
-    assert spans(result) == [(0, 5), (5, 6), (6, 7)]
+def test_a_resource_serves_tasks_in_the_order_in_which_they_can_begin():
+    """A gather that waits for its shard from disk holds up nobody; the reduction that can begin with another is behind it."""
+    result = simulate(trace(move("read", 5, resource=READ), move("gather", 1, [0]), move("reduce 2", 6), move("reduce 1", 1)), UNIT)
+    assert spans(result) == [(0, 5), (7, 8), (0, 6), (6, 7)]
+
+
+def test_a_sum_that_waits_for_its_bytes_does_not_keep_computation_from_going_on():
+    result = simulate(
+        trace(compute("backward 2", 2), move("reduce 2", 3, [0]), compute("sum 2", 1, [1]), compute("backward 1", 4, [0])), UNIT
+    )
+    assert spans(result) == [(0, 2), (2, 5), (6, 7), (2, 6)]
+
+
+def test_a_task_of_two_resources_waits_in_both_lines_and_nobody_overtakes_it():
+    both = Task("gather", "forward", {INSIDE: 2.0, READ: 2.0})
+    result = simulate(trace(move("read", 5, resource=READ), both, move("reduce", 1)), UNIT)
+    assert spans(result) == [(0, 5), (5, 7), (7, 8)]
 
 
 def test_a_task_takes_its_resources_together_and_as_long_as_the_slowest():
     both = Task("gather", "forward", {INSIDE: 2.0, READ: 3.0})
     result = simulate(trace(both, move("reduce", 1), compute("forward", 1)), UNIT)
     assert spans(result) == [(0, 3), (3, 4), (0, 1)]
+
+
+def test_a_task_begins_once_where_both_of_its_resources_are_left_at_the_same_moment():
+    both = Task("gather", "forward", {INSIDE: 2.0, READ: 2.0})
+    result = simulate(trace(move("read", 3, resource=READ), move("reduce", 3), both, move("read", 1, resource=READ)), UNIT)
+    assert spans(result) == [(0, 3), (0, 3), (3, 5), (5, 6)]
+    assert result.step_s == sum(result.critical.values()) == 6
 
 
 def test_cores_that_do_everything_overlap_nothing_but_disks():

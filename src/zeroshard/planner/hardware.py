@@ -30,7 +30,7 @@ NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from
 class Curve:
     """The fraction of the peak that a kernel achieves, by its floating-point operations: small matrices fill no device.
 
-    flops: of one kernel, ascending; a task's own number is its average over all kernels that it launches. fraction: there.
+    flops: of one kernel, ascending; of a task its average over kernels with flops (`Task.products`), or over all. fraction: there.
     Between two points it follows the logarithm of flops, beyond the ends it stays.
     """
 
@@ -183,13 +183,14 @@ def resource_seconds(
 
 
 def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
-    """Of arithmetic or memory, whichever is slower (the roofline), and of launches."""
+    """Of one kernel: its arithmetic or its memory, whichever is slower (the roofline). Of many, which run one after the other: that of
+    those with flops, and the memory of the others. And of launches."""
     launches = task.kernels * device.kernel_latency_s
     memory = nbytes / device.memory_bandwidth
     if not task.flops:
         return memory + launches
-    achieved = device.peak(task.dtype) * device.efficiency.at(task.flops / max(1, task.kernels))
-    return max(task.flops / achieved, memory) + launches
+    arithmetic = task.flops / (device.peak(task.dtype) * device.efficiency.at(task.flops / max(1, task.products or task.kernels)))
+    return (max(arithmetic, memory) if task.kernels <= 1 else arithmetic + memory) + launches
 
 
 def _hops(task: Task) -> int:

@@ -1,21 +1,22 @@
 """The simulator: when each task of a step begins and ends, what bounds the step, and what is not hidden.
 
-    device    | forward 1 | forward 2 |              | forward 3 |        a task begins when all it waits for (`after`) is over,
-    inside    | gather 2 |  gather 3                 |                    its message has come (`channel`), and the tasks that were
-                            ^ begins after gather 2  ^ exposed            started before it on any of its resources are over
+    device    | forward 1 | forward 2 |              | forward 3 |        a task is startable when all it waits for (`after`) is over
+    inside    | gather 2 |  gather 3                 |                    and its message has come (`channel`); it begins when those
+                            ^ begins after gather 2  ^ exposed            that were startable before it have left its resources
 
-Resources serve tasks in the order in which they were started, that is in the trace's: a CUDA stream, NCCL's communicator and a
-rank's thread do so, and one that waits holds up those behind it. A trace (a stage of a pipeline) has its resources to itself.
-So nothing has to be queued: every task begins at the latest of the ends of a few others, and times follow in one pass over this
-graph. Tasks that are in a circle can never begin.
+Each resource serves tasks in the order in which they become startable, and at the same moment in the trace's. Order within a
+stream is among what tasks wait for (a trace says it by `after`); across streams a task that still waits holds up nobody: the sum
+that ends a reduction is started early, waits for its bytes, and computation goes on. Not modelled is that NCCL runs collectives
+of one group as they were started. A trace, of one stage of a pipeline, has its resources to itself. Tasks in a circle never begin.
 
 The k-th receive on a channel, a task without resources, ends with the k-th send on it by another trace.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from .hardware import Hardware, resource_seconds, seconds
 from .trace import Resource, Task, Trace
 
 COMPUTES = (Resource.DEVICE, Resource.HOST)
-_SAYS = {
+SAYS = {
     Resource.DEVICE: "computation", Resource.HOST: "the host's cores", Resource.INSIDE: "links inside nodes",
     Resource.BETWEEN: "links between nodes", Resource.DOWN: "copies to the host", Resource.UP: "copies to the device",
     Resource.READ: "reads from disk", Resource.WRITE: "writes to disk",
@@ -36,7 +37,7 @@ Span = tuple[int, int, float, float]  # trace, task, begin, end
 class Simulation:
     """One step of all stages. Times are in seconds from its beginning.
 
-    busy: how long each resource works, in the trace in which it works longest. critical: of the tasks of which each began when
+    busy: how long tasks occupy each resource, in the trace where it is longest. critical: of the tasks of which each began when
     the one before it ended, the last of them ending the step: seconds by resource; they add up to step_s. waits: the same by
     resource and kind of task ("gather"). exposed_s: how long nothing is computed while bytes move, of the trace with most.
     """
@@ -62,18 +63,19 @@ class Simulation:
         share = round(100 * self.critical[resource] / self.step_s)
         most = max(kinds, key=kinds.__getitem__)
         return (
-            f"bound by {_SAYS[resource]}: {share}% of the step, {round(100 * kinds[most] / self.step_s)}% by {most!r}; "
+            f"bound by {SAYS[resource]}: {share}% of the step, {round(100 * kinds[most] / self.step_s)}% by {most!r}; "
             f"{1e3 * self.exposed_s:.3g} ms ({round(100 * self.exposed_s / self.step_s)}%) of communication and copies are not hidden"
         )
 
 
 @dataclass
 class _Graph:
-    """Tasks of all traces by one number each, and what they wait for."""
+    """Tasks of all traces by one number each: what they wait for, and in which lines they stand."""
 
     tasks: list[Task]
     places: list[tuple[int, int]]  # trace and number of each
     before: list[list[int]]
+    lines: list[list[deque[int]]]  # of each task: those of its resources
 
 
 def simulate(
@@ -133,25 +135,22 @@ def kind_of(task: Task) -> str:
 
 
 def _graph(traces: Sequence[Trace], hardware: Hardware) -> _Graph:
-    graph = _Graph([], [], [])
+    graph = _Graph([], [], [], [])
     sends: dict[str, list[int]] = defaultdict(list)
     receives: list[tuple[str, int]] = []
     for place, trace in enumerate(traces):
-        first, last = len(graph.tasks), {}
+        first = len(graph.tasks)
+        lines: dict[Resource, deque[int]] = defaultdict(deque)
         for number, task in enumerate(trace.tasks):
             own = first + number
-            before = [first + each for each in task.after]
-            for lane in {hardware.lane(resource) for resource in task.nbytes}:
-                if lane in last:
-                    before.append(last[lane])
-                last[lane] = own
             if task.channel and task.nbytes:
                 sends[task.channel].append(own)
             elif task.channel:
                 receives.append((task.channel, own))
             graph.tasks.append(task)
             graph.places.append((place, number))
-            graph.before.append(before)
+            graph.before.append([first + each for each in task.after])
+            graph.lines.append([lines[lane] for lane in {hardware.lane(resource) for resource in task.nbytes}])
     taken: dict[str, int] = defaultdict(int)
     for channel, number in receives:
         if taken[channel] == len(sends[channel]):
@@ -164,28 +163,54 @@ def _graph(traces: Sequence[Trace], hardware: Hardware) -> _Graph:
 
 
 def _run(graph: _Graph, times: Sequence[float]) -> tuple[list[float], list[float], list[int | None]]:
-    """Begins, ends, and for which task each waited last."""
+    """Begins, ends, and the task whose end let each begin.
+
+    A task stands in the lines of all its resources from when it is startable; at the head of all of them it runs, and leaves them
+    when it is over.
+    """
     total = len(times)
     begins, ends = [0.0] * total, [0.0] * total
     waited: list[int | None] = [None] * total
     behind: list[list[int]] = [[] for _ in range(total)]
-    open_ = [len(before) for before in graph.before]
+    left = [len(before) for before in graph.before]
     for number, before in enumerate(graph.before):
         for other in before:
             behind[other].append(number)
-    ready = [number for number, count in enumerate(open_) if not count]
-    for number in ready:  # grows on the way
-        before = graph.before[number]
-        if before:
-            waited[number] = max(before, key=ends.__getitem__)
-            begins[number] = ends[waited[number]]
-        ends[number] = begins[number] + times[number]
-        for other in behind[number]:
-            open_[other] -= 1
-            if not open_[other]:
-                ready.append(other)
-    if len(ready) < total:
-        raise ConfigError(_circle(graph, set(range(total)) - set(ready)))
+    running: list[tuple[float, int]] = []  # a heap of ends
+    done = 0
+
+    def begin(number: int, now: float, by: int | None) -> None:
+        if all(line[0] == number for line in graph.lines[number]):
+            begins[number], ends[number], waited[number] = now, now + times[number], by
+            heapq.heappush(running, (ends[number], number))
+
+    def arrive(number: int, now: float, by: int | None) -> None:
+        for line in graph.lines[number]:
+            line.append(number)
+        begin(number, now, by)
+
+    for number in [number for number, count in enumerate(left) if not count]:
+        arrive(number, 0.0, None)
+    while running:
+        now, over = running[0][0], []
+        while running and running[0][0] == now:
+            over.append(heapq.heappop(running)[1])
+        done += len(over)
+        startable = []
+        for number in over:
+            for line in graph.lines[number]:
+                line.popleft()
+            for other in behind[number]:
+                left[other] -= 1
+                if not left[other]:
+                    startable.append((other, number))
+        heads = {line[0]: number for number in over for line in graph.lines[number] if line}
+        for head, by in heads.items():
+            begin(head, now, by)
+        for number, by in sorted(startable):
+            arrive(number, now, by)
+    if done < total:
+        raise ConfigError(_circle(graph, {number for number, count in enumerate(left) if count}))
     return begins, ends, waited
 
 

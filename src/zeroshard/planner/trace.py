@@ -4,7 +4,7 @@
                     \             /
     inside           | gather 2  |                       started where the program starts it, waited for where it waits
 
-A task occupies its resources together, from its beginning to its end, in the order in which tasks were started. A rank's
+A task occupies its resources together, from its beginning to its end, in the order in which tasks can begin. A rank's
 program order, what it starts ahead and where it waits are those of the runtime that was traced (`recorder.py`), or of a
 schedule that was written from a model's profile (`schedule.py`).
 """
@@ -38,7 +38,8 @@ class Task:
     flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. peers: ranks that meet in a
     collective. numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins.
     channel: of a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets
-    other bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring.
+    other bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring. products: launches among `kernels`
+    that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Task:
     unit: str = ""  # of the model
     channel: str = ""
     distinct: bool = False
+    products: int = 0
 
     @property
     def resources(self) -> tuple[Resource, ...]:
