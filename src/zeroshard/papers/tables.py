@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError, did_you_mean
-from . import infinity, successors, zero
+from . import infinity, successors, throughput, zero
 from .table import Table
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -14,6 +14,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "zero-table2": zero.table2,
     "zero-volumes": zero.volumes,
     "zero-r": zero.zero_r,
+    "zero-fig2": throughput.fig2,
+    "zero-fig3": throughput.fig3,
+    "zero-fig7": throughput.fig7,
+    "zero-fig8": throughput.fig8,
     "infinity-fig2a": infinity.fig2a,
     "infinity-efficiency": infinity.requirements,
     "zeropp-volumes": successors.zeropp_volumes,
