@@ -73,8 +73,8 @@ def estimators() -> Table:
             )
         )
     remarks = (
-        "GiB, labelled GB there; T5-3B, 8 GPUs of a node. Estimates leave out activations, buffers and the context. The runtime's columns "
-        "count what is at rest between steps with the papers' 2 + 2 + 12 bytes a parameter; the estimators add a margin of 1.5 on the host.",
+        "GiB, labelled GB there; T5-3B, 8 GPUs a node. Estimates leave out activations, buffers and the context, and "
+        "on the host have a margin of 1.5. The runtime's columns: at rest between steps, with the papers' 2 + 2 + 12 bytes.",
     )
     return Table("deepspeed-estimators", "DeepSpeed: estimates of memory", file.source, tuple(cells), remarks)
 

@@ -1,4 +1,4 @@
-"""A published table beside its computation: cells of a printed and a computed value, how they compare, and as what they are shown.
+"""A published table beside its computation: cells of a printed and a computed value, how they compare and are shown.
 
 52.5 = 52.5        equal in every printed digit
 30.3 ~ 28.1 -7%    within the cell's tolerance

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError, did_you_mean
-from . import infinity, successors, throughput, zero
+from . import infinity, sizes, successors, throughput, zero
 from .table import Table
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -16,10 +16,19 @@ TABLES: dict[str, Callable[[], Table]] = {
     "zero-r": zero.zero_r,
     "zero-fig2": throughput.fig2,
     "zero-fig3": throughput.fig3,
+    "zero-fig6": sizes.zero_fig6,
+    "zero-cached": sizes.zero_cached,
     "zero-fig7": throughput.fig7,
     "zero-fig8": throughput.fig8,
     "infinity-fig2a": infinity.fig2a,
+    "infinity-fig2b": sizes.fig2b,
+    "infinity-fig5": throughput.infinity_fig5,
     "infinity-efficiency": infinity.requirements,
+    "infinity-fig6a": sizes.infinity_fig6a,
+    "infinity-fig6b": infinity.fig6b,
+    "infinity-shapes": sizes.shapes,
+    "offload-table4": sizes.adam_rates,
+    "offload-fig7": sizes.offload_fig7,
     "zeropp-volumes": successors.zeropp_volumes,
     "zeropp-memory": successors.zeropp_memory,
     "deepspeed-estimators": successors.estimators,

@@ -1,10 +1,10 @@
-"""ZeRO, figures 2, 3 and 8 (arXiv): TFLOPS a device of each published configuration, by simulating a step of it.
+"""TFLOPS a device of published configurations, by simulating a step: ZeRO, figures 2, 3, 7 and 8; ZeRO-Infinity, figure 5.
 
     configuration --Profile.of_shape, trace_of--> what a rank does --as_published--> --simulate on `v100-32gb`--> seconds
 
-Nothing is fitted here: the device's curve of efficiency and the links are those of planner/hardware.toml. `as_published` says in what
-the published runs differ from this library: nothing was sent beside computation (Megatron-LM reduces gradients after backward, and so did
-DeepSpeed unless overlap_comm was set), and Megatron-LM repeats a block's last all-reduce.
+Nothing is fitted here: the device's one curve of efficiency and the links are those of planner/hardware.toml. `as_published`
+says in what ZeRO's runs differ from this library: nothing was sent beside computation (Megatron-LM reduces gradients after
+backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats a block's last all-reduce.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from ..config import Tier
 from ..models.gpt import GPTConfig
 from ..planner.hardware import Hardware
 from ..planner.profile import Profile
 from ..planner.schedule import Layout, trace_of
 from ..planner.simulator import simulate
 from ..planner.trace import Task, Trace
-from .reference import Row, printed
+from .reference import Row, printed, stated
 from .table import SIMULATED, Cell, Table, rank_correlation
 
 HARDWARE, SEQ, WITHIN = "v100-32gb", 1024, 0.2
 _PRODUCTS = 6  # matrix products of a block: of qkv, scores, values, out, up, down
 _STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
+_TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
-    ("40B", "Baseline"): "measured below the other models that take several nodes, though its groups span two of them only (the chart "
+    (
+        "40B",
+        "Baseline",
+    ): "measured below the other models that take several nodes, though its groups span two of them only (the chart "
     "has 6.3 for 64 ranks, with more bytes between nodes): no cost of communication puts the smallest group last",
 }
 
@@ -62,8 +67,9 @@ class Configuration:
 
     @property
     def profile(self) -> Profile:
-        """A GPT with the vocabulary of GPT-2, padded as Megatron-LM pads it (arXiv 1909.08053, section 3). Scores of attention are kept
-        for backward: their kernels of 2019 did so."""
+        """A GPT with the vocabulary of GPT-2, padded as Megatron-LM pads it (arXiv 1909.08053, section 3).
+
+        Scores of attention are kept for backward: kernels of 2019 did so."""
         vocab = -(-50257 // (128 * self.mp)) * 128 * self.mp
         shape = GPTConfig(vocab, SEQ, self.hidden, self.layers, self.heads, bias=True, tied=True)
         return Profile.of_shape(shape, self.model, flash=False)
@@ -92,7 +98,7 @@ def _by_products(trace: Trace) -> Trace:
 
 
 def as_published(trace: Trace, configuration: Configuration) -> Trace:
-    """The same work one task after the other, with Megatron-LM's sixth all-reduce of a block; on the host, parts of checkpoints."""
+    """The same work, one task after the other; with Megatron-LM's sixth all-reduce of a block, and Pa of what goes to the host."""
     tasks: list[Task] = []
     repeated = False
     for number, task in enumerate(trace.tasks):
@@ -139,10 +145,14 @@ def _figure(name: str, number: str, title: str, label) -> Table:
     remarks = [f"TFLOPS a device. ~: within {WITHIN:.0%}. Hardware: {HARDWARE} of planner/hardware.toml."]
     if pairs:
         close = sum(abs(ours / theirs - 1) <= WITHIN for theirs, ours in pairs)
-        remarks.append(f"Within {WITHIN:.0%}: {close} of {len(pairs)}; rank correlation (Spearman) {rank_correlation(pairs):.2f}.")
+        remarks.append(
+            f"Within {WITHIN:.0%}: {close} of {len(pairs)}; rank correlation (Spearman) {rank_correlation(pairs):.2f}."
+        )
     else:
         remarks.append("The chart was not read: nothing is printed beside the computed values.")
-    return Table(name, title, printed("zero_measured").source, tuple(cells), tuple(remarks), bars="TFLOPS a device", corner="model")
+    return Table(
+        name, title, printed("zero_measured").source, tuple(cells), tuple(remarks), bars="TFLOPS a device", corner="model"
+    )
 
 
 def fig2() -> Table:
@@ -172,18 +182,49 @@ def fig3() -> Table:
     first, second = (float(cell.computed) for cell in totals[:2])
     remarks = (
         *table.remarks,
-        f"All devices together: rank correlation {order:.2f}; from 64 to 128 devices {second / first:.2f} times as much. The three larger "
-        "runs differ by 6% a device in the chart, less than it can be read.",
+        f"All devices together: rank correlation {order:.2f}; from 64 to 128 devices {second / first:.2f} times as much. The "
+        "three larger runs differ by 6% a device in the chart, less than it can be read.",
     )
     return replace(table, cells=(*table.cells, *totals), remarks=remarks, corner="devices")
 
 
 def fig8() -> Table:
     """Without model parallelism on 128 devices."""
-    return _figure("zero-fig8", "4", "ZeRO, figure 8 (4 of the arXiv version): 128 devices without model parallelism", lambda c: c.model)
+    return _figure(
+        "zero-fig8", "4", "ZeRO, figure 8 (4 of the arXiv version): 128 devices without model parallelism", lambda c: c.model
+    )
 
 
 def fig7() -> Table:
     """C1 to C5: which batch fits decides."""
-    return _figure("zero-fig7", "8", "ZeRO, figure 7 (8 of the arXiv version): throughput of C1 to C5", lambda c: f"{c.model} {c.config}")
+    return _figure(
+        "zero-fig7", "8", "ZeRO, figure 7 (8 of the arXiv version): throughput of C1 to C5", lambda c: f"{c.model} {c.config}"
+    )
 
+
+def infinity_fig5() -> Table:
+    """ZeRO-Infinity's runs of 10B to 20T parameters, with the overlap that the paper describes and this library has."""
+    file, cells, totals = printed("zero_infinity_table1"), [], {}
+    for row in file.rows:
+        states, mp = _TIERS[row["opt_state_on"]], int(row["mp"])
+        batch = round(float(row["batch_per_gpu"]) * mp)
+        layout = Layout(
+            dp=int(row["gpus"]) // mp, tp=mp, stage=3, optimizer=states, gradient=states, parameter=_TIERS[row["fp16_param_on"]],
+            micro_batch=batch, checkpointing="partitioned" if states is Tier.DEVICE else "host", precision="fp16",
+            node_size=Hardware.named(HARDWARE).devices_per_node, gradient_itemsize=2, prefetch_nbytes=8 << 30,
+        )  # fmt: skip
+        shape = GPTConfig(51200, SEQ, int(row["hidden"]), int(row["layers"]), 64, bias=True, tied=True)
+        profile = Profile.of_shape(shape, row["params"], flash=False)
+        found = simulate(_by_products(trace_of(profile, layout)[0]), Hardware.named(HARDWARE))
+        value = 8 * profile.numel * batch * SEQ / mp / found.step_s / 1e12
+        label = f"{row['params']}, {row['gpus']} devices"
+        cells.append(Cell(label, "TFLOPS a device", "", f"{value:.1f}", SIMULATED))
+        cells.append(Cell(label, "bound by", "", found.bound.partition(":")[0].removeprefix("bound by "), SIMULATED))
+        totals[row["params"]] = value * int(row["gpus"]) / 1e3
+    row = stated("infinity_petaflops")
+    best, text = max(totals.values()), f"> {row['value']}"
+    cells.append(Cell("most of 512 devices", "PFLOPS", text, text if best > float(row["value"]) else f"{best:.1f}", SIMULATED))
+    remarks = (
+        f"The chart was not read. The abstract has over {row['value']} PFLOPS on 512 devices; computed: at most {best:.1f}.",
+    )
+    return Table("infinity-fig5", "ZeRO-Infinity, figure 5 and table 1: throughput", file.source, tuple(cells), remarks)

@@ -18,7 +18,7 @@ def table1() -> Table:
     for row in file.rows:
         for column, text in list(row.items())[1:]:
             size, stage = column.split("_")
-            found = counted.count(_SIZES[size], int(row["dp"]), stage=STAGES[stage]).states_nbytes
+            found = counted.count(_SIZES[size], int(row["dp"]), matrices=1, stage=STAGES[stage]).states_nbytes
             # flat buffers begin at multiples of 32 elements: a few kB in all are padding, and not the table's
             nbytes = round(found / 1e9, 4)
             first = column not in fitted and nbytes * 1e9 <= DEVICE_NBYTES
@@ -45,7 +45,7 @@ def table2() -> Table:
             )
             cells.append(Cell(row["mp"], column.replace("_", " "), "", f"{row[column]}: {share:.0%} of theory", FORMULA))
     remarks = (
-        "What was measured is below the theory, which counts model states alone: activations, buffers and fragments take the rest.",
+        "What was measured is below the theory, which counts model states alone: activations and buffers take the rest.",
     )
     return Table(
         "zero-table2", "ZeRO, table 2: largest model, 64 data-parallel ranks", file.source, tuple(cells), remarks, corner="mp"
@@ -78,8 +78,8 @@ def volumes() -> Table:
     row = stated("volume_mp")
     value = counted.tensor_parallel_elements(hidden=512, heads=16, batch=2, seq=128, tp=16) / (2 * 128 * 512)
     note = (
-        "6 all-reduces a block in Megatron-LM: two in forward, two in backward, two in the forward that is repeated. Here a repeated "
-        "forward ends when backward has what it needs, before the block's last all-reduce: 5 of them, 10 b s h."
+        "6 all-reduces a block in Megatron-LM: two in forward, two in backward, two in the forward that is repeated. Here a "
+        "repeated forward ends when backward has what it needs, before the block's last all-reduce: 5 of them, 10 b s h."
     )
     cells.append(
         Cell(
@@ -117,10 +117,10 @@ def zero_r() -> Table:
     add("checkpoints_100B_Pa", part / 2 / 1e9, CODE, note)
     add("fused_1.5B", 4 * 1_500_000_000 / 1e9, FORMULA)
     for numel in (1_500_000_000, 3_000_000_000):  # with units of equal size
-        found = counted.count(numel, 64, stage=2, matrices=numel // 31_250_000)
+        found = counted.count(numel, 64, stage=2, matrices=numel // 125_000_000)
         cells.append(
             Cell(
-                f"buffers of gradients in the runtime, {numel / 1e9:g}B in units of 31M, GB",
+                f"buffers of gradients in the runtime, {numel / 1e9:g}B in units of 125M, GB",
                 "",
                 "",
                 f"{found.buffers / 1e9:.3f}",
@@ -130,8 +130,9 @@ def zero_r() -> Table:
     add("volume_Pa", 100 / 12, FORMULA)
     add("volume_Pa_cpu", 2, FORMULA)
     remarks = (
-        "Activations: 12 x hidden x batch x seq x layers elements. Checkpoints: 2 x batch x seq x hidden x layers bytes, over the ranks "
-        "of model parallelism with Pa. CB: buffers depend on the unit, not on the model. Pa: one all-gather of b s h beside 12 b s h.",
+        "Activations: 12 x hidden x batch x seq x layers elements. Checkpoints: 2 x batch x seq x hidden x layers bytes, "
+        "with Pa over the ranks of model parallelism. CB: buffers depend on the unit, not on the model. Pa: one all-gather of "
+        "b s h beside 12 b s h.",
     )
     return Table(
         "zero-r",
