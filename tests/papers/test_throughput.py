@@ -1,4 +1,4 @@
-"""Simulated throughput beside the charts: order and distance, for all points and without one of them; and what must follow by itself."""
+"""Simulated throughput beside the charts: order, distance, and what must follow by itself; largest models by memory."""
 
 from dataclasses import replace
 

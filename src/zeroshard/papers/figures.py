@@ -43,14 +43,24 @@ def _draw_curves(axis, table: Table) -> None:
 
 
 def _draw_bars(axis, table: Table) -> None:
-    cells = [cell for cell in table.compared if cell.difference is not None]
-    columns = list(dict.fromkeys(cell.column for cell in cells))
-    labels = [f"{cell.row}\n{cell.column}" if len(columns) > 1 else cell.row for cell in cells]
-    for shift, colour, name, values in (
-        (-0.2, _PRINTED, "printed", [float(cell.printed) for cell in cells]),
-        (0.2, _COMPUTED, "computed", [float(cell.computed) for cell in cells]),
+    """Of the columns that have printed values; of all, where nothing was printed."""
+    shown = ({cell.column for cell in table.compared} or {cell.column for cell in table.cells}) - set(table.apart)
+    cells = [cell for cell in table.cells if cell.column in shown and _number(cell.computed) is not None]
+    labels = [f"{cell.row}\n{cell.column}" if len(shown) > 1 else cell.row for cell in cells]
+    for shift, colour, name, texts in (
+        (-0.2, _PRINTED, "printed", [cell.printed for cell in cells]),
+        (0.2, _COMPUTED, "computed", [cell.computed for cell in cells]),
     ):
-        bars = axis.bar([place + shift for place in range(len(cells))], values, 0.4, color=colour, label=name)
-        axis.bar_label(bars, fmt="%.3g", fontsize=6, padding=1)
-    axis.set_xticks(range(len(cells)), labels, fontsize=6, rotation=60 if len(cells) > 10 else 0)
+        values = [(place + shift, _number(text)) for place, text in enumerate(texts) if _number(text) is not None]
+        if values:
+            bars = axis.bar(*zip(*values, strict=True), 0.4, color=colour, label=name)
+            axis.bar_label(bars, fmt="%.3g", fontsize=6, padding=1)
+    axis.set_xticks(range(len(cells)), labels, fontsize=6, rotation=60 if len(cells) > 12 else 0)
     axis.set_ylabel(table.bars)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

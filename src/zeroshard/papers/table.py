@@ -57,8 +57,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """source: paper and table. remarks: what holds for all of it. bars: the figure's axis, where the cells make a bar chart;
-    curves: x axis, y axis and lines by name, where they make a plot."""
+    """source: paper and table. remarks: what holds for all of it. bars: the figure's axis, where the cells make a bar chart,
+    but for those of the columns `apart`; curves: x axis, y axis and lines by name, where they make a plot."""
 
     name: str
     title: str
@@ -66,6 +66,7 @@ class Table:
     cells: tuple[Cell, ...]
     remarks: tuple[str, ...] = ()
     bars: str = ""
+    apart: tuple[str, ...] = ()
     curves: tuple[str, str, dict[str, tuple[list[float], list[float]]]] | None = None
     corner: str = field(default="", kw_only=True)
 

@@ -44,9 +44,7 @@ def table2() -> Table:
                 float(row["mp"]) * DEVICE_NBYTES / 1e9 / per_parameter[f"theory_{list(['baseline', *STAGES])[stage]}"]
             )
             cells.append(Cell(row["mp"], column.replace("_", " "), "", f"{row[column]}: {share:.0%} of theory", FORMULA))
-    remarks = (
-        "What was measured is below the theory, which counts model states alone: activations and buffers take the rest.",
-    )
+    remarks = ("What was measured is below the theory, which counts model states alone: activations and buffers take the rest.",)
     return Table(
         "zero-table2", "ZeRO, table 2: largest model, 64 data-parallel ranks", file.source, tuple(cells), remarks, corner="mp"
     )
