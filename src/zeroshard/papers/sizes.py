@@ -11,8 +11,9 @@ from dataclasses import replace
 from ..config import Tier
 from ..models.gpt import GPTConfig
 from ..planner.hardware import Hardware
+from ..planner.layout import Layout
+from ..planner.memory import memory_of
 from ..planner.profile import Profile
-from ..planner.schedule import Layout, memory_of
 from ..planner.trace import Resource
 from .infinity import numel_of
 from .reference import Row, printed

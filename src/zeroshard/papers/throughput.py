@@ -4,7 +4,7 @@
 
 Nothing is fitted here: the device's one curve of efficiency and the links are those of planner/hardware.toml. `as_published`
 says in what ZeRO's runs differ from this library: nothing was sent beside computation (Megatron-LM reduces gradients after
-backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats a block's last all-reduce.
+backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats all of a block, its last all-reduce too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from ..config import Tier
 from ..models.gpt import GPTConfig
 from ..planner.hardware import Hardware
+from ..planner.layout import Layout
 from ..planner.profile import Profile
-from ..planner.schedule import Layout, trace_of
+from ..planner.schedule import trace_of
 from ..planner.simulator import simulate
 from ..planner.trace import Task, Trace
 from .reference import Row, printed, stated
@@ -27,8 +28,8 @@ _PRODUCTS = 6  # matrix products of a block: of qkv, scores, values, out, up, do
 _STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
-    ("40B", "Baseline"): "groups of two nodes, and slower than 60B in groups of four (6.3), which sends more between nodes and has "
-    "smaller products: links would have to be five times slower than in the six other runs over several nodes",
+    ("40B", "Baseline"): "groups of two nodes, and slower than 60B in groups of four (6.3), which sends more between nodes and "
+    "has smaller products: links would have to be five times slower than in the six other runs over several nodes",
 }
 
 
@@ -95,15 +96,11 @@ def _by_products(trace: Trace) -> Trace:
 
 
 def as_published(trace: Trace, configuration: Configuration) -> Trace:
-    """The same work, one task after the other, with Megatron-LM's sixth all-reduce of a block; Pa of what goes to the host."""
-    tasks: list[Task] = []
-    repeated = False
+    """The same work, one task after the other; what goes to the host with Pa."""
+    tasks = []
     for number, task in enumerate(trace.tasks):
-        kind = task.name.partition(" ")[0]
-        if task.flops:
-            repeated = task.name.startswith("forward again")
-        scale = 2 if kind == "sum" and repeated else 1 / configuration.mp if kind in ("keep", "fetch") else 1
-        nbytes = {resource: amount * scale for resource, amount in task.nbytes.items()}
+        part = configuration.mp if task.name.startswith(("keep", "fetch")) else 1
+        nbytes = {resource: amount / part for resource, amount in task.nbytes.items()}
         tasks.append(replace(task, nbytes=nbytes, after=(number - 1,) if number else ()))
     return replace(trace, tasks=tasks)
 
@@ -114,7 +111,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
 
     published: as the run was; else with what this library's runtime sends beside computation.
     """
-    profile, layout = configuration.profile, configuration.layout
+    profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published)
     trace = _by_products(trace_of(profile, layout)[0])
     found = simulate(as_published(trace, configuration) if published else trace, Hardware.named(HARDWARE))
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
@@ -208,7 +205,7 @@ def infinity_fig5() -> Table:
         layout = Layout(
             dp=int(row["gpus"]) // mp, tp=mp, stage=3, optimizer=states, gradient=states, parameter=_TIERS[row["fp16_param_on"]],
             micro_batch=batch, checkpointing="partitioned" if states is Tier.DEVICE else "host", precision="fp16",
-            node_size=Hardware.named(HARDWARE).devices_per_node, gradient_itemsize=2, prefetch_nbytes=8 << 30,
+            node_size=Hardware.named(HARDWARE).devices_per_node, gradient_itemsize=2, prefetch_nbytes=8 << 30, stops_early=False,
         )  # fmt: skip
         shape = GPTConfig(51200, SEQ, int(row["hidden"]), int(row["layers"]), 64, bias=True, tied=True)
         profile = Profile.of_shape(shape, row["params"], flash=False)
