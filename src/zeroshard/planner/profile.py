@@ -223,8 +223,8 @@ class Profile:
     def of_plan(cls, plan: Plan, seq: int, checkpointed: Plan | None = None) -> Profile:
         """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
-        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then keep;
-        without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
+        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
+        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
         elements are those of whole buffers, padding counted.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
