@@ -11,6 +11,7 @@ COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "inspect": ("zeroshard.cli.inspect", "show what is in a checkpoint, and verify its checksums"),
     "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
+    "papers": ("zeroshard.cli.papers", "compute the published tables and figures, beside what was printed"),
     "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
 }
 CLI_LIBRARIES = frozenset({"rich", "matplotlib", "psutil"})

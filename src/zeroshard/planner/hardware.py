@@ -61,12 +61,14 @@ class Curve:
 class Link:
     """bandwidth: bytes/s of one device, in one direction, while all devices of the node send. latency_s: of one hop or request.
 
-    alone: bytes/s of one device while those beside it are idle; None: the same.
+    alone: bytes/s of one device while those beside it are idle; None: the same. group: bytes/s with which one collective enters a
+    node however many of its ranks take part, since its trees or rings go over so many ports; None: those of all of them.
     """
 
     bandwidth: float
     latency_s: float
     alone: float | None = None
+    group: float | None = None
 
     def rate(self, ranks: int, devices: int) -> float:
         """Bytes/s of one of `ranks` that use it on a node of so many devices."""
@@ -181,10 +183,11 @@ def resource_seconds(
         else:
             link = hardware.link(resource)
             hop = link.latency_s if latency is None or resource not in NETWORK else latency
-            moved = _crossing(task, resource, nbytes)
-            times[resource] = moved / (link.rate(ranks, hardware.devices_per_node) * utilisation) + hop * _hops(task) * (
-                nbytes > 0
-            )
+            moved, members = _crossing(task, resource, nbytes)
+            rate = link.rate(ranks, hardware.devices_per_node)
+            if link.group is not None and members > 1:
+                rate = min(rate, link.group / members)
+            times[resource] = moved / (rate * utilisation) + hop * _hops(task) * (nbytes > 0)
     return times
 
 
@@ -205,8 +208,8 @@ def _hops(task: Task) -> int:
     return max(1, math.ceil(math.log2(max(1, task.peers))))
 
 
-def _crossing(task: Task, resource: Resource, nbytes: float) -> float:
-    """Bytes that one device's link carries.
+def _crossing(task: Task, resource: Resource, nbytes: float) -> tuple[float, float]:
+    """Bytes that one device's link carries, and by how many devices of a node it is carried together.
 
     A trace counts what a rank sends if it sends to each peer by itself. Gathers and reductions of n ranks, r of them on a node,
     go around rings instead: what comes to a node comes once, over the links of all r, and is passed on inside. In an exchange
@@ -214,10 +217,11 @@ def _crossing(task: Task, resource: Resource, nbytes: float) -> float:
     """
     inside, between = task.nbytes.get(Resource.INSIDE, 0.0), task.nbytes.get(Resource.BETWEEN, 0.0)
     if resource not in NETWORK or task.distinct or not (inside and between):
-        return nbytes
+        return nbytes, 1
     if resource is Resource.INSIDE:
-        return inside + between
-    return between / (1 + inside / (inside + between) * (task.peers - 1))  # r: inside = (r - 1) parts, between = n - r parts
+        return inside + between, 1
+    members = 1 + inside / (inside + between) * (task.peers - 1)  # r: inside = (r - 1) parts, between = n - r parts
+    return between / members, members
 
 
 # ------------------------------------------------------------------------------------------------------- files

@@ -166,7 +166,7 @@ class Stage:
         if lay.checkpointing == "partitioned" and lay.tp > 1:
             sent = self._kept(stretch) * (lay.tp - 1)
             name = f"gather input {stretch.name}"
-            needed = (*needed, self._add(name, "backward", {self._tp_link: sent}, self.last, axis="tp", peers=lay.tp))
+            needed = (*needed, self._add(name, "backward", self._tp_nbytes(sent), self.last, axis="tp", peers=lay.tp))
         flops = sum(unit.flops for unit in stretch.units)
         last = sum(unit.last_flops for unit in stretch.units) if lay.stops_early else 0.0
         self._compute(f"forward again {stretch.name}", "backward", stretch, (flops - last) / flops if flops else 1.0, needed)
@@ -254,9 +254,13 @@ class Stage:
 
     # -- other axes ------------------------------------------------------------------------------------------
 
-    @property
-    def _tp_link(self) -> Resource:
-        return Resource.INSIDE if self.layout.tp <= self.layout.node_size else Resource.BETWEEN
+    def _tp_nbytes(self, sent: float) -> Bytes:
+        """What a rank sends to all of tp, by the link to each: ranks of its node, and those of others where tp has more than a node."""
+        tp, node = self.layout.tp, self.layout.node_size
+        if tp <= node:
+            return {Resource.INSIDE: sent}
+        shares = {Resource.INSIDE: (node - 1) / (tp - 1), Resource.BETWEEN: (tp - node) / (tp - 1)}
+        return {link: sent * share for link, share in shares.items() if share}
 
     def _tp(self, stretch: Stretch, phase: str, reduces: int) -> None:
         """All-reduces over tp, for which computation waits: 2 (t - 1) / t of the bytes each. kernels: how many they are."""
@@ -267,7 +271,7 @@ class Stage:
         width = max(unit.boundary for unit in stretch.units) or max(unit.boundary for unit in self.units)
         sent = 2 * (lay.tp - 1) / lay.tp * self.tokens * ((8 + lay.itemsize) if told else reduces * width * lay.itemsize)
         self._add(
-            f"sum {stretch.name}", phase, {self._tp_link: sent}, self.last, chain=True, axis="tp", peers=lay.tp,
+            f"sum {stretch.name}", phase, self._tp_nbytes(sent), self.last, chain=True, axis="tp", peers=lay.tp,
             kernels=3 if told else reduces, unit=stretch.name,
         )  # fmt: skip
 

@@ -1,0 +1,98 @@
+"""ZeRO++ (arXiv 2306.10209): volumes and memory. DeepSpeed's estimators: the golden values of its documentation."""
+
+from __future__ import annotations
+
+from . import counted
+from .infinity import GIB
+from .reference import Row, printed, stated
+from .table import RUNTIME, Cell, Table, digits
+
+_NODES, _PLACE = 128, 8
+_KINDS = {"forward": "forward all-gather", "backward": "backward all-gather", "reduce": "gradient reduction"}
+_BLOCK, _SCALE_NBYTES = 256, 4  # qwZ and qgZ: values of a block, and what its scale takes
+_SCALED = 1 << 10  # models that are offloaded are counted at so many times fewer parameters: the host's buffers are real
+
+
+def zeropp_volumes() -> Table:
+    """What a node sends to others in a step."""
+    numel, cells = 256 << 20, []
+    packed = {"zero_hpz_partition_size": _PLACE, "zero_quantized_weights": "int8", "zero_quantized_gradients": "int4"}
+    for column, suffix, options in (("ZeRO-3", "_zero3", {}), ("ZeRO++", "", packed)):
+        found = counted.count(numel, _NODES * _PLACE, node_size=_PLACE, stage=3, **options)
+        for kind, nbytes in found.between.items():
+            row, value = stated(f"zeropp_{kind}{suffix}"), nbytes * _PLACE / (2 * numel) * _NODES / (_NODES - 1)
+            scales = _SCALE_NBYTES / _BLOCK / 2 if suffix == "" and nbytes else 0.0  # in M: of values that take 2 bytes unpacked
+            cells.append(Cell(_KINDS[kind], column, f"{row['value']} M", f"{digits(value - scales, row['value'])} M", RUNTIME))
+            if not suffix:
+                cells.append(Cell(_KINDS[kind], "with scales", "", f"{value:.4f} M", RUNTIME))
+    source = "ZeRO++, arXiv 2306.10209, table 1 (printed)"
+    remarks = (
+        f"Counted by rank 0 of {_NODES} nodes of {_PLACE}, x R/(R-1). M: bytes of the parameters in fp16; two hops in both. "
+        "The paper counts values alone; with every block of 256 travels a scale of 4 bytes.",
+    )
+    return Table("zeropp-volumes", "ZeRO++: volumes between nodes", source, tuple(cells), remarks)
+
+
+def zeropp_memory() -> Table:
+    """hpZ at 100B parameters."""
+    found = counted.count(100_000_000_000, 1024, node_size=16, stage=3, zero_hpz_partition_size=16)
+    nbytes, plain = found.states_nbytes + found.secondary, counted.count(100_000_000_000, 1024, stage=0).states_nbytes
+    cells = []
+    for key, value in (("hpz_memory", nbytes / 1e9), ("hpz_saving", plain / nbytes)):
+        row = stated(key)
+        cells.append(Cell(row["what"], row["unit"], row["value"], digits(round(value, 4), row["value"]), RUNTIME))
+    return Table("zeropp-memory", "ZeRO++: memory of hpZ", "ZeRO++, arXiv 2306.10209, section 4.2 (printed)", tuple(cells))
+
+
+def estimators() -> Table:
+    """DeepSpeed's estimates, and beside them what the runtime keeps."""
+    file, cells = printed("deepspeed_estimators"), []
+    for row in file.rows:
+        offload = {name: row[name] for name in ("offload_optimizer", "offload_param") if row[name] == "cpu"}
+        label = (
+            f"stage {row['stage']}"
+            + "".join(f", {name}" for name in offload)
+            + (", zero_init" if row["zero_init"] == "1" else "")
+        )
+        host, device = estimate(row)
+        cells.append(Cell(label, "host, all ranks", row["cpu_GiB"], digits(host / GIB, row["cpu_GiB"])))
+        cells.append(Cell(label, "GPU", row["gpu_GiB"], digits(device / GIB, row["gpu_GiB"])))
+        found = counted.count(
+            round(float(row["params"]) / _SCALED / 32) * 32, int(row["gpus_per_node"]), stage=int(row["stage"]), **offload
+        )
+        cells.append(
+            Cell(label, "GPU: states here", "", digits((found.states_nbytes - found.elsewhere) * _SCALED / GIB, "0.00"), RUNTIME)
+        )
+        cells.append(
+            Cell(
+                label,
+                "host: states here",
+                "",
+                digits(found.elsewhere * int(row["gpus_per_node"]) * _SCALED / GIB, "0.00"),
+                RUNTIME,
+            )
+        )
+    remarks = (
+        "GiB, labelled GB there; T5-3B, 8 GPUs a node. Estimates leave out activations, buffers and the context, and "
+        "on the host have a margin of 1.5. The runtime's columns: at rest between steps, with the papers' 2 + 2 + 12 bytes.",
+    )
+    return Table("deepspeed-estimators", "DeepSpeed: estimates of memory", file.source, tuple(cells), remarks)
+
+
+def estimate(row: Row) -> tuple[float, float]:
+    """Bytes of the host and of a GPU by DeepSpeed's rules, as its documentation gives them.
+
+    P parameters, L of the largest layer, n GPUs a node, N in all. On the host 1.5 times what it says, for buffers.
+    """
+    numel, largest, place, ranks = float(row["params"]), float(row["largest_layer_params"]), int(row["gpus_per_node"]), 0
+    ranks = place * int(row["nodes"])
+    states, loading = row["offload_optimizer"] == "cpu", 4 * numel * place  # every rank builds the model in fp32
+    if row["stage"] == "2":
+        return 1.5 * (max(loading, 16 * numel) if states else loading), 2 * numel if states else 4 * numel + 16 * numel / ranks
+    if row["zero_init"] == "1":
+        loading = 4 * largest * place
+    kept = (18 if row["offload_param"] == "cpu" else 16) * numel if states else 0.0
+    device = 4 * largest
+    if row["offload_param"] != "cpu":
+        device += (2 if states else 18) * numel / ranks
+    return 1.5 * max(loading, kept), device
