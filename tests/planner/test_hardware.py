@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-import tomllib
 from unit_hardware import BETWEEN, DEVICE, INSIDE, READ, UNIT, compute, move
 
 from zeroshard.errors import ConfigError
