@@ -105,7 +105,7 @@ class Behind(Streams):
         self.given_back += 1
         self.early += any(address in place for _, address in self.under_way)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> tuple[str, int]:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, up: bool) -> tuple[str, int]:
         down = any(target.data_ptr() in place for place in self.live.values())
         ticket = ("down", target.data_ptr()) if down else ("up", source.data_ptr())
         target.copy_(source)

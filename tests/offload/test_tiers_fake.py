@@ -50,7 +50,7 @@ class Instant(Streams):
 
     separate_host = True
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, up: bool) -> None:
         assert target.nbytes == source.nbytes  # what travels is not converted on the way
 
 

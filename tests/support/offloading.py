@@ -90,7 +90,7 @@ class StrictStreams(Streams):
         self.lock = threading.RLock()
 
     @_one_at_a_time
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, up: bool) -> Ticket:
         assert target.data_ptr() != source.data_ptr()
         self.check()
         self._chain(target, source)

@@ -80,7 +80,7 @@ class DiskPlace(Place):
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
         if self.away:
             self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
-            self._leaving.append((kept, buffer, self.streams.copy(target, part)))
+            self._leaving.append((kept, buffer, self.streams.copy(target, part, up=False)))
             self._write(all_but=1)  # the one before has had a block's time to arrive
         else:
             target.copy_(part)
@@ -149,7 +149,7 @@ class DiskPlace(Place):
         if not self.away:
             return _as(buffer, kept)
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-        ticket = self.streams.copy(target, _as(buffer, kept))
+        ticket = self.streams.copy(target, _as(buffer, kept), up=True)
         self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
         self.streams.join(ticket)
         kept.ahead = (buffer, Landed(self.streams, ticket))

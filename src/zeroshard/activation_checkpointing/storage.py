@@ -28,7 +28,7 @@ from ..comm.streams import Streams
 from ..config import Tier
 from ..errors import OffloadIOError
 from ..io.async_file import empty_aligned
-from ..memory.ledger import Ledger
+from ..memory.ledger import Ledger, claimed
 from .free_list import Space
 
 CHECKPOINTS = "activation checkpoints"  # category in the ledger
@@ -131,7 +131,7 @@ class MemoryPlace(Place):
         kept.memory = memory.view(part.dtype)
         target = kept.memory[: part.numel()]
         if self.away:
-            kept.writing = self._down = self.streams.copy(target, part)
+            kept.writing = self._down = self.streams.copy(target, part, up=False)
             self.ledger.move(Tier.DEVICE, Tier.HOST, part.nbytes)
         else:
             target.copy_(part)
@@ -144,7 +144,7 @@ class MemoryPlace(Place):
         assert kept.memory is not None
         self.streams.join(kept.writing)  # the copies down and up have streams of their own
         target = torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
-        self._up = self.streams.copy(target, kept.memory)
+        self._up = self.streams.copy(target, kept.memory, up=True)
         kept.ahead = (target, self._up)
         self.ledger.move(Tier.HOST, Tier.DEVICE, kept.nbytes)
 
@@ -195,8 +195,8 @@ class MemoryPlace(Place):
     def _allocate(self, nbytes: int) -> Tensor:
         self.allocations += 1
         if self.away:
-            return empty_aligned(nbytes, pin=self.pin)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return claimed(empty_aligned(nbytes, pin=self.pin))
+        return claimed(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def _bury(self) -> None:
         """Give back dropped memory that no copy uses any more."""

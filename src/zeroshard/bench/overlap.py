@@ -110,14 +110,14 @@ class Recorder:
             self.pieces.append((self.begun, self.mark()))
             self.begun = None
 
-    def copy(self, target: Tensor, source: Tensor) -> Any:
+    def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
         """A copy, with its moments on its own stream: it begins when what it waits for is over."""
         streams = self.runtime.comm.streams
-        way = "up" if target.is_cuda else "down"
+        way = "up" if up else "down"
         stream = getattr(streams, way)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         begin = self.mark(stream)
-        ticket = self._copy(target, source)
+        ticket = self._copy(target, source, up=up)
         self.copies.append((way, target.nbytes, begin, self.mark(stream)))
         return ticket
 

@@ -33,8 +33,8 @@ class Streams:
     def join(self, ticket: Any) -> None:
         """Order the current stream after the ticket's work."""
 
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        """target <- source between host and device, after what the current stream has done so far; a ticket."""
+    def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
+        """target <- source from host to device (up) or back, after what the current stream has done so far; a ticket."""
         return self.run_beside(lambda: target.copy_(source, non_blocking=True))[1]
 
     def finished(self, ticket: Any) -> bool:
@@ -47,6 +47,11 @@ class Streams:
 
     def mark(self) -> Any:
         """What the current stream has been given so far."""
+
+    @contextmanager
+    def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
+        """Around what the host's cores do to step so many parameters, of which they read and write about so many bytes."""
+        yield
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
@@ -73,12 +78,12 @@ class CudaStreams(Streams):
     def join(self, ticket: Any) -> None:
         torch.cuda.current_stream(self.side.device).wait_event(ticket)
 
-    def copy(self, target: Tensor, source: Tensor) -> Any:
-        stream = self.up if target.is_cuda else self.down
+    def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
+        stream = self.up if up else self.down
         stream.wait_stream(torch.cuda.current_stream(self.side.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            (target if target.is_cuda else source).record_stream(stream)
+            (target if up else source).record_stream(stream)
             return stream.record_event()
 
     def finished(self, ticket: Any) -> bool:

@@ -46,6 +46,8 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
     Returns:
         a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
     """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # a tensor without memory is asked for
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if nbytes < _MAP_NBYTES and not pin:
         whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device="cpu")
         skip = -whole.data_ptr() % ALIGN

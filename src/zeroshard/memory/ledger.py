@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..config import Tier
 
@@ -22,6 +25,17 @@ SECONDARY = "secondary shards"
 RESIDUALS = "lost in compression"
 STAGING = "staging"
 PARTIAL = "partial gradients"
+
+
+claims: ContextVar[Callable[[Any], None] | None] = ContextVar("claims", default=None)  # is told of what `claimed` was given
+
+
+def claimed(tensor: Any) -> Any:
+    """The tensor. Its maker enters its bytes in a ledger: who counts all memory besides, the planner, must not count it twice."""
+    listener = claims.get()
+    if listener is not None:
+        listener(tensor)
+    return tensor
 
 
 @dataclass
@@ -50,19 +64,25 @@ class Ledger:
         self.elsewhere_peak: dict[Tier, int] = {Tier.HOST: 0, Tier.DISK: 0}
         self.moved: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
+        self.changed: Callable[[], None] | None = None  # is called after each entry
         self._lock = threading.Lock()
 
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""
         with self._lock:  # a delayed update has a thread of its own
-            if tier is not Tier.DEVICE:
-                held = self.elsewhere[tier]
-                held[category] += nbytes
-                self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
-                return
-            self.now[category] += nbytes
-            self.peak[category] = max(self.peak[category], self.now[category])
-            self.total_peak = max(self.total_peak, sum(self.now.values()))
+            self._enter(category, nbytes, tier)
+        if self.changed is not None:
+            self.changed()
+
+    def _enter(self, category: str, nbytes: int, tier: Tier) -> None:
+        if tier is not Tier.DEVICE:
+            held = self.elsewhere[tier]
+            held[category] += nbytes
+            self.elsewhere_peak[tier] = max(self.elsewhere_peak[tier], sum(held.values()))
+            return
+        self.now[category] += nbytes
+        self.peak[category] = max(self.peak[category], self.now[category])
+        self.total_peak = max(self.total_peak, sum(self.now.values()))
 
     def strike(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` less; the inverse of `enter`."""

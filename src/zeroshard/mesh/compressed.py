@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.base import Comm, Outcome, Region, Reserved, Sent, Work
 from ..comm.codecs.base import Codec, ErrorFeedback
-from ..memory.ledger import RESIDUALS, STAGING, Ledger
+from ..memory.ledger import RESIDUALS, STAGING, Ledger, claimed
 from ..memory.pool import StagingPool
 from .hierarchical import buffers
 from .wrapper import Wrapper
@@ -230,7 +230,7 @@ class CompressedReductions(_Compressed):
             else:
                 residuals = self.feedback.residuals
                 if (tag, rank) not in residuals:
-                    residuals[tag, rank] = torch.zeros_like(row, dtype=torch.float32)
+                    residuals[tag, rank] = claimed(torch.zeros_like(row, dtype=torch.float32))
                     self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
                 if not self.imagined:
                     self.feedback.pack((tag, rank), row, part)

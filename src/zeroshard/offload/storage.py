@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..comm.base import Comm
+from ..comm.fake import ImaginedStreams
 from ..comm.streams import Streams
 from ..config import Offload, Tier
 from ..errors import OffloadIOError
@@ -30,7 +31,7 @@ from ..io.aligned import zeros
 from ..io.async_file import Engine, File, empty_aligned
 from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
-from ..memory.ledger import Ledger
+from ..memory.ledger import Ledger, claimed
 from ..memory.pool import BufferPool, StagingPool
 
 _SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
@@ -254,6 +255,18 @@ class FileRest(Rest):
             self.write(start, source.detach().to("cpu", self.dtype).contiguous()).wait()
 
 
+class _Imagined(Moved):
+    """Under way nowhere; who waits for it tells so."""
+
+    def __init__(self, streams: Streams, ticket: Any) -> None:
+        self.streams, self.ticket = streams, ticket
+
+    def wait(self) -> None:
+        self.streams.join(self.ticket)
+
+    join = wait
+
+
 class ImaginedRest(Rest):
     """A region of a disk that nobody has, for planning: counts what would move."""
 
@@ -266,12 +279,15 @@ class ImaginedRest(Rest):
         return None
 
     def read(self, start: int, out: Tensor) -> Pending:
-        self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
-        return MOVED
+        return self._move(Tier.DISK, Tier.HOST, out.nbytes)
 
     def write(self, start: int, source: Tensor) -> Pending:
-        self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
-        return MOVED
+        return self._move(Tier.HOST, Tier.DISK, source.nbytes)
+
+    def _move(self, source: Tier, target: Tier, nbytes: int) -> Pending:
+        streams = self.tiers.streams
+        self.tiers.ledger.move(source, target, nbytes)
+        return _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else MOVED
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)
@@ -381,8 +397,7 @@ class Tiers:
             # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
-        make = torch.zeros if self.comm.imagined else zeros
-        return MemoryRest(make(numel, dtype=dtype, device=self.comm.device), tier, self)
+        return MemoryRest(claimed(zeros(numel, dtype=dtype, device=self.comm.device)), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
         """A tensor on the device as a resting place (its bytes are counted by its owner)."""
@@ -390,14 +405,12 @@ class Tiers:
 
     def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
         """Page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
-        if self.comm.imagined:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
+        return claimed(empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda"))
 
     def device_buffer(self, nbytes: int) -> Tensor:
         """Device memory (nbytes,) uint8; page-aligned where the device is the host."""
         if self.separate:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
+            return claimed(torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device))
         return self.host_buffer(nbytes)
 
     def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Pending | None:
@@ -412,7 +425,10 @@ class Tiers:
             buffer = self.slots.take_further()  # all are taken by units fetched ahead: one more for this need
         if buffer is None:
             return None
-        return _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
+        hops = _TwoHops(self, rest.read(0, buffer[: out.nbytes].view(out.dtype)), buffer, out)
+        if self.comm.imagined:  # nobody looks whether it has been read: the second hop is put in line
+            self.streams.run_beside(hops.done)
+        return hops
 
     def take_landing(self) -> Tensor:
         """A landing buffer for a reduced gradient shard.
@@ -453,7 +469,7 @@ class Tiers:
             target.copy_(source)
             return MOVED
         self.ledger.move(begins, ends, target.nbytes)
-        return _Copy(self.streams, self.streams.copy(target, source))
+        return _Copy(self.streams, self.streams.copy(target, source, up=ends is Tier.DEVICE))
 
     def close(self) -> None:
         """Forget all resting places and remove this run's files."""

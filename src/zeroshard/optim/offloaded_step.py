@@ -152,7 +152,8 @@ class HostStepper:
             slab = flight.popleft()
             for pending in slab.reads:
                 pending.wait()
-            self._compute(slab)
+            with self.tiers.streams.stepping(slab.end - slab.begin, sum(part.nbytes for part in slab.parts.values())):
+                self._compute(slab)
             self._write_back(slab)
         for upload in self._uploads:
             upload.join()  # what the device computes next sees the new parameters
@@ -354,8 +355,9 @@ class HostStepper:
             names = kernel.columns if job.fresh else job.states.names
             state = {**scalars, **{name: slab.parts[name] for name in names or ()}}
             step_stretch(
-                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self.scratch, team=self.team
-            )
+                kernel, param, grad, state, job.options, scale=job.factor, out=out, scratch=self.scratch, team=self.team,
+                chunk=self._chunk(param, None),
+            )  # fmt: skip
             self._take_states(slab, 0, param, state)
         else:
             state = self._run_class(slab, scalars)
@@ -364,15 +366,20 @@ class HostStepper:
         job.names = [name for name in state if name in slab.parts]
         job.scalars = {name: value for name, value in state.items() if name not in slab.parts}
 
+    def _chunk(self, param: Tensor, numel: int | None) -> Any:
+        """Elements at a time: `numel`, or all of them where nothing is computed."""
+        return round_up(max(param.numel(), 1), CHUNK_NUMEL) if self.tiers.comm.imagined else numel
+
     def _create(self, slab: Slab, kernel: Kernel) -> dict[str, Any]:
         """The states of a first step, in place; the scalars."""
         for name in kernel.columns:
             self._bring(slab, name, slab.job.states.column(name, torch.float32), read=False, write=True)
         param, scalars = slab.parts[_STEPPED], {}
-        for start in range(0, max(param.numel(), 1), CHUNK_NUMEL):
-            created = kernel.create(param[start : start + CHUNK_NUMEL], slab.job.options)
+        for start in range(0, max(param.numel(), 1), self._chunk(param, CHUNK_NUMEL)):
+            part = slice(start, start + self._chunk(param, CHUNK_NUMEL))
+            created = kernel.create(param[part], slab.job.options)
             for name in kernel.columns:
-                slab.parts[name][start : start + CHUNK_NUMEL].copy_(created.pop(name))
+                slab.parts[name][part].copy_(created.pop(name))
             scalars = created
         return scalars
 
@@ -380,8 +387,9 @@ class HostStepper:
         """Step with the optimizer's own class, chunk by chunk; the last chunk's states."""
         job, state = slab.job, {}
         numel = slab.end - slab.begin
-        for start in range(0, max(numel, 1), _CLASS_CHUNK_NUMEL):
-            part = slice(start, start + _CLASS_CHUNK_NUMEL)
+        chunk = self._chunk(slab.parts[_STEPPED], _CLASS_CHUNK_NUMEL)
+        for start in range(0, max(numel, 1), chunk):
+            part = slice(start, start + chunk)
             state = {}
             if not job.fresh:
                 state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..comm.base import Comm, Region, Work
 from ..config import Config, Placement, Tier
-from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger
+from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
 from ..memory.pool import StagingPool
 from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Pending, Rest, Tiers
@@ -331,7 +331,7 @@ class GradientBuffer:
             self._work.drain()
             self._work = None
         if self.reduced and self._carry is None:
-            self._carry = self.load().clone()
+            self._carry = claimed(self.load().clone())
             self.ledger.enter(PARTIAL, self._carry.nbytes)
 
     def _begin_sums(self) -> None:
@@ -341,7 +341,7 @@ class GradientBuffer:
             self._begin_resting()
             self._sums.begin(self.region.tensor, own=False)
         else:
-            self._sums.begin(torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device), own=True)
+            self._sums.begin(claimed(torch.zeros(self.layout.numel, dtype=self.dtype, device=self.comm.device)), own=True)
 
     def _begin_send(self) -> list[Tensor]:
         if self._send is None:
