@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard import ConfigError
 from zeroshard.cli.options import parse_train
 from zeroshard.planner import model_source
+from zeroshard.planner.dry_run import plan
 from zeroshard.planner.experts import group_experts
 from zeroshard.planner.model_source import QUICKSTART, names, source_of
 
@@ -66,18 +66,38 @@ def mixtral(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_configuration_with_experts_runs_without_data_at_the_flops_of_the_chosen_experts(mixtral, dtype):
+def planned(folder, top_k, precision):
+    (folder / "config.json").write_text(json.dumps(TINY_MIXTRAL | {"num_experts_per_tok": top_k}))
+    source = source_of(str(folder))
+    return plan(source.build, ranks=4, batch=(3, 16), precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_configuration_with_experts_is_planned_at_the_flops_of_the_chosen_ones(mixtral, precision):
     source = source_of(str(mixtral))
     assert (source.shape.layers, source.shape.hidden, source.vocab, source.default_seq) == (2, 32, 128, 4096)
     assert "however tokens are routed" in source.notes[0]
-    with torch.device("meta"):
-        model = source.build().to(dtype)
-        with FlopCounterMode(display=False) as counter:
-            source.loss(model, source.batch(3, 16)).backward()
-        assert all(parameter.grad.shape == parameter.shape for parameter in model.parameters())
-    experts = sum(sum(counter.get_flop_counts()[f"MixtralForCausalLM.model.layers.{i}.mlp.experts"].values()) for i in range(2))
-    assert experts == 3 * 2 * 48 * 2 * 3 * 32 * 64 * 2  # three passes: 2 flops, 48 tokens, 2 experts each, 3 matrices, 2 layers
+    one, two = (planned(mixtral, top_k, precision) for top_k in (1, 2))
+    # three passes, 2 flops, 48 tokens, 3 matrices, 2 layers
+    assert two.trace.model_flops - one.trace.model_flops == 3 * 2 * 48 * 3 * 32 * 64 * 2
+    assert not two.report.deviations  # what the router computes in place keeps no unit gathered
+
+
+def test_a_unit_whose_module_keeps_a_loss_stays_gathered_in_a_plan_too():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(8, 8)
+
+        def forward(self, x):
+            self.loss = self.out(x).sum()
+            return self.out(x)
+
+    def model():
+        return nn.Sequential(nn.Embedding(16, 8), nn.ModuleList([Keeps()])[0], nn.Linear(8, 16))
+
+    found = plan(model, ranks=2, batch=(2, 4), units=("Keeps",))
+    assert any("stays gathered until backward" in message for message in found.report.deviations)
 
 
 def test_experts_alike_give_what_transformers_computes(mixtral):
