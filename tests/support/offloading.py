@@ -22,12 +22,9 @@ import torch
 from helpers import OddGPT, Outcome, Task, assert_equal_runs, differences, seeded, state_differences, token_batches
 
 import zeroshard as zs
-from zeroshard.activation_checkpointing.disk_storage import DiskPlace
-from zeroshard.activation_checkpointing.storage import MemoryPlace
 from zeroshard.comm import backend_select
 from zeroshard.comm.streams import Streams
 from zeroshard.config import Offload, Tier
-from zeroshard.offload.storage import Tiers
 
 DEVICES = ("none", "cpu", "nvme")
 MODEL = seeded(lambda: OddGPT(dim=24, layers=2))
@@ -69,9 +66,9 @@ class Ticket:
 def _one_at_a_time(method):
     """A save copies in a thread of its own."""
 
-    def locked(self, *args):
+    def locked(self, *args, **named):
         with self.lock:
-            return method(self, *args)
+            return method(self, *args, **named)
 
     return locked
 
@@ -82,7 +79,6 @@ class StrictStreams(Streams):
     separate_host = True
 
     def __init__(self, seed: int = 0) -> None:
-        self.direction = Tier.DEVICE  # of the coming copy: Tiers.copy tells (see `strict_devices`)
         self.queues = {Tier.DEVICE: deque(), Tier.HOST: deque()}
         self.uploads: list[Ticket] = []  # of which the host does not know that they are over
         self.downloads: list[Ticket] = []
@@ -93,16 +89,17 @@ class StrictStreams(Streams):
     def copy(self, target: torch.Tensor, source: torch.Tensor, *, up: bool) -> Ticket:
         assert target.data_ptr() != source.data_ptr()
         self.check()
-        self._chain(target, source)
-        ticket = Ticket(self.direction, target, source, source.clone())
+        direction = Tier.DEVICE if up else Tier.HOST
+        self._chain(target, source, direction)
+        ticket = Ticket(direction, target, source, source.clone())
         self.queues[ticket.direction].append(ticket)
         (self.uploads if ticket.direction is Tier.DEVICE else self.downloads).append(ticket)
         target.fill_(math.nan)
         return ticket
 
-    def _chain(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _chain(self, target: torch.Tensor, source: torch.Tensor, direction: Tier) -> None:
         """The device's own order: what it has joined is before this copy, also in host memory of which the host knows nothing."""
-        if self.direction is Tier.HOST:
+        if direction is Tier.HOST:
             for upload in [other for other in self.uploads if _overlap(other.source, target)]:
                 assert upload.taken is not None, "host memory is to be written before its copy to the device"
                 self.uploads.remove(upload)
@@ -152,26 +149,6 @@ def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def strict_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function to be called on a rank: from then on its device has a memory of its own (strict=False: no more)."""
-    plain = Tiers.copy
-
-    def told(self, target, source, begins, ends):
-        if not isinstance(self.streams, StrictStreams):
-            return plain(self, target, source, begins, ends)
-        with self.streams.lock:
-            self.streams.direction = ends
-            return plain(self, target, source, begins, ends)
-
-    def telling(method, direction):
-        def wrapped(self, *args, **kwargs):
-            self.streams.direction = direction
-            return method(self, *args, **kwargs)
-
-        return wrapped
-
-    monkeypatch.setattr(Tiers, "copy", told)
-    for place, down, up in ((MemoryPlace, "put", "fetch"), (DiskPlace, "put", "get")):
-        monkeypatch.setattr(place, down, telling(getattr(place, down), Tier.HOST))
-        monkeypatch.setattr(place, up, telling(getattr(place, up), Tier.DEVICE))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1024")  # steps on one thread: the ranks here share the cores
 
     def use(rank: int, strict: bool = True) -> None:
