@@ -29,7 +29,7 @@ from ..utils.torch_compat import original
 from .parameter import ParamSpec
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_LARGE = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block
+LARGE_FRACTION = 0.25  # a parameter outside the blocks gets its own unit from this fraction of the largest block
 
 
 @dataclass(eq=False)
@@ -264,7 +264,7 @@ def _rest_units(
     """Units of what lies outside the blocks: large owners on their own, everything else the root."""
     large_numel = math.inf
     if config.units == "auto" and units:
-        large_numel = _LARGE * max(unit.numel for unit in units)
+        large_numel = LARGE_FRACTION * max(unit.numel for unit in units)
     if config.max_unit_numel is not None:
         large_numel = min(large_numel, config.max_unit_numel)
     by_owner: dict[frozenset, UnitPlan] = {}

@@ -1,0 +1,112 @@
+"""Layouts: what ranks hold and send by the formulas is what the runtime holds and sends on imagined ranks; traces are of the same bytes."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zeroshard as zs
+from zeroshard.bench.case_studies import formula, micro_batch_of
+from zeroshard.bench.volumes import rows
+from zeroshard.comm.fake import FakeComm
+from zeroshard.config import Tier
+from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
+from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.profile import Profile, UnitProfile
+from zeroshard.planner.schedule import Layout, memory_of, trace_of
+from zeroshard.planner.trace import Resource
+from zeroshard.zero.runtime import runtime_of
+
+SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=5, heads=4, bias=True)
+STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
+
+
+def ledger_after_a_step(shape, layout, **options):
+    """The runtime's own account of one rank."""
+    with FakeTensorMode():
+        model = GPT(shape)
+        optimizer = torch.optim.AdamW(model.parameters())
+        comm = FakeComm(0, layout.dp, node_size=layout.node_size)
+        model, optimizer = zs.shard(model, optimizer, comm=comm, **layout.options("/tmp"), **options)
+        tokens = torch.zeros(layout.micro_batch, shape.seq_len, dtype=torch.long)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for number in range(layout.micro_batches):
+                if layout.hold and number + 1 < layout.micro_batches:
+                    with zs.accumulate(model):
+                        model(tokens, tokens).backward()
+                else:
+                    model(tokens, tokens).backward()
+            optimizer.step()
+    return runtime_of(model).ledger
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_model_states_and_buffers_are_the_runtimes_to_the_byte(stage, tied, precision):
+    shape = dataclasses.replace(SHAPE, tied=tied)
+    layout = Layout(dp=6, stage=stage, precision=precision, node_size=6)
+    ledger, held = ledger_after_a_step(shape, layout), memory_of(Profile.of_shape(shape), layout)[Tier.DEVICE]
+    assert {name: held.get(name, 0) for name in STATES} == {name: ledger.now[name] for name in STATES}
+    assert (held.get(STAGING, 0), held.get(GATHERED, 0)) == (ledger.peak[STAGING], ledger.peak[GATHERED])
+
+
+def test_what_is_accumulated_on_the_rank_is_counted():
+    layout = Layout(dp=4, stage=2, micro_batches=2, hold=True, node_size=4)
+    ledger, held = ledger_after_a_step(SHAPE, layout), memory_of(Profile.of_shape(SHAPE), layout)[Tier.DEVICE]
+    assert held[PARTIAL] == ledger.peak[PARTIAL] > 0
+
+
+def sent(layout, profile):
+    trace = trace_of(profile, layout)[0]
+    return trace.total(Resource.BETWEEN), trace.total(Resource.INSIDE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_trace_sends_what_the_runtime_sends(stage, micro_batches):
+    layout = Layout(dp=6, stage=stage, node_size=6, micro_batches=micro_batches, hops="one")
+    ledger = ledger_after_a_step(SHAPE, layout)
+    runtime = sum(each.nbytes for each in ledger.traffic.values()) / 2
+    between, inside = sent(layout, Profile.of_shape(SHAPE))
+    assert (between, inside) == (0, pytest.approx(runtime, rel=2e-3))  # and some bytes that ranks tell each other
+
+
+OPTIONS = {
+    "plain, one hop": {"hops": "one"}, "two hops": {}, "hpZ": {"hpz": 8}, "groups (HSDP, MiCS)": {"shard_size": 8},
+    "qwZ": {"quantized_weights": "int8"}, "qgZ int8": {"quantized_gradients": "int8"}, "qgZ int4": {"quantized_gradients": "int4"},
+    "hpZ, qwZ, qgZ int4": {"hpz": 8, "quantized_weights": "int8", "quantized_gradients": "int4"},
+    "groups, qwZ, qgZ int8": {"shard_size": 8, "quantized_weights": "int8", "quantized_gradients": "int8"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_volumes_are_those_of_docs_communication(name):
+    """Which bench/volumes.py counts on imagined ranks, in units of the parameters' bytes."""
+    row = next(row for row in rows(8) if row.name == name)
+    matrices = Profile("matrices", tuple(UnitProfile(f"{i}", whole=(1 << 20,), packs=True, flops=1.0) for i in range(4)), seq=1)
+    layout = Layout(dp=64, node_size=8, **{"hops": "two", **OPTIONS[name]})
+    between, inside = sent(layout, matrices)
+    unit = 2 * matrices.numel
+    assert inside / unit == pytest.approx(row.volumes[1](8, 8), rel=0.01)
+    assert between / unit == pytest.approx(row.volumes[0](8, 8), rel=0.01)
+
+
+@pytest.mark.parametrize("study", sorted(CASE_STUDIES))
+def test_meshes_hold_and_send_what_the_case_studies_do(study):
+    """bench/case_studies.py, which equals the runtime to the byte at full size."""
+    case = CASE_STUDIES[study]
+    layout = Layout(
+        dp=case.layout.dp, pp=case.layout.pp, tp=case.layout.tp, stage=case.layout.stage, precision=case.layout.precision,
+        micro_batch=micro_batch_of(case), micro_batches=2, checkpointing="blocks", hops="one", node_size=1,
+    )  # fmt: skip
+    profile = Profile.of_shape(case.full)
+    traces = trace_of(profile, layout)
+    for stage in sorted({0, layout.pp // 2, layout.pp - 1}):
+        theory, held = formula(case, stage), memory_of(profile, layout, stage)[Tier.DEVICE]
+        assert {name: held[name] for name in STATES} == theory.memory
+        found = {axis: sum(sum(t.nbytes.values()) for t in traces[stage].tasks if t.axis == axis and len(t.nbytes) and not set(t.nbytes) & {
+            Resource.DEVICE, Resource.HOST}) for axis in theory.sent}
+        assert found == {axis: pytest.approx(nbytes, rel=1e-6) for axis, nbytes in theory.sent.items()}
