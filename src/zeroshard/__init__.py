@@ -70,7 +70,7 @@ from .zero.init_context import init
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "plan_for": ".parallel.plans",
-    "tensor_parallel": ".parallel.tensor_parallel",
+    "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
 }  # fmt: skip
 
 

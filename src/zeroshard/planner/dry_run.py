@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from .. import api
 from ..activation_checkpointing.checkpoint import checkpoint_activations
@@ -67,8 +67,24 @@ def plan(
         with _built(model_fn) as model:
             run = _Run(model, axes, rank, config, optimizer, micro_batches, dict(parallel or {}), recorder, loss, node_size or _product(axes))
             return run.plan(batch, checkpointing, name or type(model).__name__, separate)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ConfigError(
+            f"the model asks for numbers ({error.func}), and a plan has none: give zs.plan a model whose shapes do not depend on values, e.g. "
+            "with experts of a fixed capacity, and without asserts on tensors."
+        ) from error
     finally:
         imagination.reset(token)
+
+
+def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every: bool = False, **options: Any) -> list[Plan]:
+    """Plans of ranks of the first, a middle and the last stage of a pipeline (every: of all of them), in their order. Options as of `plan`.
+
+    The first stage holds the activations of most micro-batches, the last one logits.
+    """
+    sizes = _axes(None, axes)
+    numbers = range(sizes["pp"]) if every else sorted({0, sizes["pp"] // 2, sizes["pp"] - 1})
+    place = sizes["dp"] * sizes["tp"]
+    return [plan(model_fn, axes=sizes, rank=number * place, **options) for number in numbers]
 
 
 def _product(axes: Mapping[str, int]) -> int:

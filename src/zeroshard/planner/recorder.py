@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
@@ -35,6 +35,11 @@ _LINKS = {
     (Tier.DISK, Tier.HOST): Resource.READ, (Tier.HOST, Tier.DISK): Resource.WRITE,
 }  # fmt: skip
 _ROUNDED = 512  # bytes: blocks of torch's caching allocators
+_FLOPS = {  # of operators that torch's table lacks
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
+}  # fmt: skip
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
@@ -266,7 +271,7 @@ class Operators(TorchDispatchMode):
             recorder.sample()
         changes = bool(fresh) or any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
         if changes and tensors:
-            count = flop_registry.get(func.overloadpacket)
+            count = flop_registry.get(func.overloadpacket) or _FLOPS.get(func._schema.name.partition("::")[2])
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
             moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in results if x.untyped_storage()._cdata in fresh)
             recorder.compute(flops, moved, _NAMES.get(tensors[0].dtype, "fp32"))

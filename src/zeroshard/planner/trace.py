@@ -1,7 +1,7 @@
 """A trace: what one rank of one training step does, as tasks that wait for each other. Data alone; the simulator gives them time.
 
     chain     | forward 1 |--------| forward 2 |...      tasks of the program's own order: each after the one before
-                    \             /
+                    :             :
     inside           | gather 2  |                       started where the program starts it, waited for where it waits
 
 A task occupies its resources together, from its beginning to its end, in the order in which tasks can begin. A rank's
