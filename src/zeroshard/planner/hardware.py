@@ -265,6 +265,8 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
             isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or may_be_zero and value == 0)
         ):
             raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")
+        if kinds == "bool" and not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key}: expected true or false, got {value!r}")
     return dict(table)
 
 
