@@ -73,12 +73,13 @@ class UnitProfile:
 
 @dataclass(frozen=True)
 class Home:
-    """A unit of zs.shard: parameters that are gathered and reduced together."""
+    """A unit of zs.shard: parameters that are gathered and reduced together. origin: of a part, the one that was split."""
 
     name: str
     cut: tuple[int, ...]
     whole: tuple[int, ...]
     packs: bool
+    origin: str = ""
 
     @property
     def held(self) -> bool:
@@ -92,8 +93,11 @@ class Home:
         return tuple(round_up(-(-total // dp), ALIGNMENT) for total in totals)
 
 
-def homes_of(units: Sequence[UnitProfile]) -> list[Home]:
-    """What zs.shard makes units of, in the order in which forward comes to them, the root first."""
+def homes_of(units: Sequence[UnitProfile], max_unit_numel: int | None = None) -> list[Home]:
+    """What zs.shard makes units of, in the order in which forward comes to them, the root first.
+
+    max_unit_numel: larger ones are split, each matrix by itself; the runtime puts its bias with it, which is a matter of padding.
+    """
     found: dict[str, list[UnitProfile]] = {}
     for unit in units:
         if unit.cut or unit.whole:
@@ -102,7 +106,18 @@ def homes_of(units: Sequence[UnitProfile]) -> list[Home]:
         Home(name, sum((u.cut for u in members), ()), sum((u.whole for u in members), ()), all(u.packs for u in members))
         for name, members in found.items()
     ]
+    homes = [part for home in homes for part in _split(home, max_unit_numel)]
     return sorted(homes, key=lambda home: not home.held)
+
+
+def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
+    numel = sum(home.cut) + sum(home.whole)
+    if max_unit_numel is None or numel <= max_unit_numel or home.held:
+        return [home]
+    small = numel // 100
+    rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
+    parts = [((n,), ()) for n in home.cut if n > small] + [((), (n,)) for n in home.whole if n > small]
+    return [Home(f"{home.name}.{at}", *part, home.packs, home.name) for at, part in enumerate([*parts, *([rest] if any(rest) else [])])]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,13 @@ Volumes are those of docs/communication.md, memory that of docs/tiers.md. R node
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import PRECISIONS, STAGES, Config, Offload, Placement, Tier
+from ..config import PRECISIONS, STAGES, Config, Offload, Placement, Row, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
 from .plan import ACTIVATIONS
@@ -27,8 +28,8 @@ from .trace import Resource, Task, Trace
 
 CHECKPOINTS = ("none", "blocks", "partitioned", "host")
 _CHECKPOINT_WORDS = {
-    "blocks": "activations checkpointed", "partitioned": "activations checkpointed, in parts over tp",
-    "host": "activations checkpointed on the host",
+    "none": (), "blocks": ("activations checkpointed",), "partitioned": ("activations checkpointed, in parts over tp",),
+    "host": ("activations checkpointed on the host",),
 }  # fmt: skip
 HOPS = ("one", "two")
 _PACKED = {"int8": 1.0, "fp8": 1.0, "int4": 0.5}  # bytes a value, to which comes a step of 4 bytes a block of 256
@@ -47,7 +48,7 @@ class Layout:
     micro_batch: sequences of one forward of one rank. micro_batches: of a step. hold: zs.accumulate around all but the last, as in
         zs.parallelize; else each is reduced.
     checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
-    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients: see Config. node_size: ranks of a node.
+    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config. node_size: ranks of a node.
     hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
     separate: the device has a memory of its own.
@@ -72,6 +73,7 @@ class Layout:
     node_size: int = 8
     hops: str = "one"
     prefetch_nbytes: int = 64 << 20
+    max_unit_numel: int | None = None
     gradient_itemsize: int = 4
     state_itemsize: int = 8
     separate: bool = True
@@ -129,6 +131,7 @@ class Layout:
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
         named = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
+        named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named["prefetch_nbytes"] = self.prefetch_nbytes
@@ -150,7 +153,7 @@ class Layout:
         packed = {"weights": self.quantized_weights, "gradients": self.quantized_gradients}
         words += [f"{what} in {codec}" for what, codec in packed.items() if codec]
         words.append(f"{self.micro_batches} x {self.micro_batch} sequences a rank")
-        return ", ".join(words + [_CHECKPOINT_WORDS[self.checkpointing]] * (self.checkpointing != "none"))
+        return ", ".join([*words, *_CHECKPOINT_WORDS[self.checkpointing]])
 
 
 # -- volumes -------------------------------------------------------------------------------------------------------
@@ -190,8 +193,17 @@ class Volumes:
         self.layout, self.row = layout, STAGES[layout.stage]
         self.shards = home.shards(layout.tp, layout.shards)
         self.numel = sum(self.shards) * layout.shards  # of the buffers, padding counted
-        self._weight = _packed(layout.quantized_weights if home.packs else None, layout.itemsize)
-        self._grad = _packed(layout.quantized_gradients if home.packs else None, layout.itemsize)
+        self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
+
+    @staticmethod
+    def weight_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of parameters on their way."""
+        return _packed(layout.quantized_weights if packs else None, layout.itemsize)
+
+    @staticmethod
+    def gradient_nbytes(layout: Layout, packs: bool = True) -> float:
+        """Bytes an element of gradients on their way."""
+        return _packed(layout.quantized_gradients if packs else None, layout.itemsize)
 
     def gather(self, first: bool) -> list[Bytes]:
         """Before a pass (stage 3). first: of the step; later ones are served by secondary shards where there are any."""
@@ -227,11 +239,8 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     Model states are those of the runtime to the byte (on disk: to the page). Activations are estimates: without the allocator's
     holes, and with what the model's formulas leave out (buffers, masks). The context of the device is `Hardware.overhead_nbytes`.
     """
-    units, row = profile.stages(layout.pp)[stage], STAGES[layout.stage]
-    homes = homes_of(units)
-    shards = [home.shards(layout.tp, layout.shards) for home in homes]
-    own = sum(map(sum, shards))
-    whole = own * layout.shards
+    row, sizes = STAGES[layout.stage], Sizes.of(profile, layout.pp, stage, layout.tp, layout.shards, layout.max_unit_numel)
+    own, whole = sizes.own, sizes.own * layout.shards
     held: dict[Tier, dict[str, int]] = {tier: defaultdict(int) for tier in Tier}
 
     def add(category: str, tier: Tier, nbytes: float) -> None:
@@ -245,17 +254,17 @@ def memory_of(profile: Profile, layout: Layout, stage: int = 0) -> dict[Tier, di
     spread = row.gradient is Placement.SHARDED
     add(GRADIENTS, layout.gradient if spread else Tier.DEVICE, (own if spread else whole) * layout.gradient_itemsize)
     add(MASTERS, layout.optimizer, states * 4 * (layout.precision != "fp32"))
-    moments = sum(sum(home.shards(layout.tp, 1)) for home in homes) if replicated else own  # the end of a buffer is not stepped
+    moments = sizes.stepped if replicated else own  # the end of a whole buffer is not stepped
     add(OPTIMIZER, layout.optimizer, moments * layout.state_itemsize)
     if sharded and layout.shards > 1:
-        add(GATHERED, Tier.DEVICE, _gathered(layout, units, homes, shards))
+        add(GATHERED, Tier.DEVICE, sizes.gathered(layout.prefetch_nbytes, layout.itemsize))
     if sharded and layout.hpz > 1:
         add(SECONDARY, Tier.DEVICE, whole / layout.hpz * _packed(layout.quantized_weights, layout.itemsize))
     if spread and layout.held:
         add(PARTIAL, Tier.DEVICE, whole * layout.gradient_itemsize)
-    _add_buffers(layout, row, shards, add)
+    _add_buffers(layout, row, sizes.shards, add)
     tokens = layout.micro_batch * profile.seq
-    kept, working = activations(units, layout)
+    kept, working = activations(profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
     add(ACTIVATIONS, Tier.DEVICE, tokens * (kept[0] * in_flight(layout, stage) + working))
     add(ACTIVATIONS, Tier.HOST, tokens * kept[1] * in_flight(layout, stage))
     return {tier: dict(found) for tier, found in held.items()}
@@ -266,50 +275,80 @@ def in_flight(layout: Layout, stage: int) -> int:
     return min(layout.micro_batches, layout.pp - stage) if layout.pp > 1 else 1
 
 
-def activations(units: Sequence[UnitProfile], layout: Layout) -> tuple[tuple[float, float], float]:
-    """Bytes a token: ((kept on the device, on the host) of a micro-batch, what comes and goes at the fullest moment of backward)."""
-    item, tp = layout.itemsize, layout.tp
+@functools.lru_cache(maxsize=4096)
+def activations(
+    profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
+) -> tuple[tuple[float, float], float]:  # fmt: skip
+    """Bytes a token of a stage: ((kept on the device, on the host) of a micro-batch, what comes and goes in backward, at its fullest)."""
     device = host = working = 0.0
     boundary = 0
-    for unit in units:
-        saved = unit.saved_nbytes(item, tp)
-        if unit.block and layout.checkpointing != "none":
-            kept = boundary * item / (tp if layout.checkpointing == "partitioned" else 1)
-            host, device = (host + kept, device) if layout.checkpointing == "host" else (host, device + kept)
-            working = max(working, saved + unit.working_nbytes(item, tp))
+    for unit in profile.stages(pp)[stage]:
+        saved = unit.saved_nbytes(itemsize, tp)
+        if unit.block and checkpointing != "none":
+            kept = (boundary or unit.boundary) * itemsize / (tp if checkpointing == "partitioned" else 1)
+            host, device = (host + kept, device) if checkpointing == "host" else (host, device + kept)
+            working = max(working, saved + unit.working_nbytes(itemsize, tp))
         else:
             device += saved
-            working = max(working, unit.working_nbytes(item, tp))
+            working = max(working, unit.working_nbytes(itemsize, tp))
         boundary = unit.boundary or boundary
     return (device, host), working
 
 
-def _gathered(layout: Layout, units: Sequence[UnitProfile], homes: list[Home], shards: list[tuple[int, ...]]) -> float:
-    """Of stage 3: the root, the unit in use, and those gathered ahead of it."""
-    nbytes = {home.name: sum(own) * layout.shards * layout.itemsize for home, own in zip(homes, shards, strict=True)}
-    held = sum(nbytes[home.name] for home in homes if home.held)
-    visits = _visits(units, homes)
-    most = 0.0
-    for order in (visits, visits[::-1]):
-        for at, name in enumerate(order):
-            ahead = 0.0
-            for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + _LOOKAHEAD] if each != name):
-                if ahead and ahead + nbytes[other] > layout.prefetch_nbytes:
-                    break
-                ahead += nbytes[other]
-            most = max(most, nbytes[name] + ahead)
-    return held + most
+@dataclass(frozen=True, eq=False)
+class Sizes:
+    """Of the flat buffers of one stage on one rank, in elements. shards: of each buffer. stepped: of whole buffers without their ends.
+
+    whole: of the gathered homes by name; visits: their order in forward.
+    """
+
+    shards: tuple[int, ...]
+    stepped: int
+    whole: Mapping[str, int]
+    visits: tuple[str, ...]
+
+    @property
+    def own(self) -> int:
+        return sum(self.shards)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4096)
+    def of(profile: Profile, pp: int, stage: int, tp: int, shards: int, max_unit_numel: int | None = None) -> Sizes:
+        """shards: ranks over which a buffer is cut."""
+        units = profile.stages(pp)[stage]
+        homes = homes_of(units, max_unit_numel)
+        each = [home.shards(tp, shards) for home in homes]
+        return Sizes(
+            tuple(size for sizes in each for size in sizes), sum(sum(home.shards(tp, 1)) for home in homes),
+            {home.name: sum(sizes) * shards for home, sizes in zip(homes, each, strict=True)}, tuple(_visits(units, homes)),
+        )  # fmt: skip
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019
+    def gathered(self, prefetch_nbytes: int, itemsize: int) -> int:
+        """Bytes at the fullest moment of stage 3: of the root, the unit in use, and those gathered ahead of it."""
+        nbytes = {name: numel * itemsize for name, numel in self.whole.items()}
+        held, most = sum(nbytes[name] for name in nbytes.keys() - set(self.visits)), 0
+        for order in (self.visits, self.visits[::-1]):
+            for at, name in enumerate(order):
+                ahead = 0
+                for other in dict.fromkeys(each for each in order[at + 1 : at + 1 + _LOOKAHEAD] if each != name):
+                    if ahead and ahead + nbytes[other] > prefetch_nbytes:
+                        break
+                    ahead += nbytes[other]
+                most = max(most, nbytes[name] + ahead)
+        return held + most
 
 
 def _visits(units: Sequence[UnitProfile], homes: list[Home]) -> list[str]:
-    """Names of the homes that forward gathers, in its order."""
-    apart = {home.name for home in homes if not home.held}
-    return [name for unit in units if (name := unit.home or unit.name) in apart]
+    """Names of the homes that forward gathers, in its order; of one that is split, its parts."""
+    apart: dict[str, list[str]] = defaultdict(list)
+    for home in (home for home in homes if not home.held):
+        apart[home.origin or home.name].append(home.name)
+    return [part for unit in units for part in apart.get(unit.home or unit.name, ())]
 
 
-def _add_buffers(layout: Layout, row: Any, shards: list[tuple[int, ...]], add: Any) -> None:
+def _add_buffers(layout: Layout, row: Row, sizes: tuple[int, ...], add: Callable[[str, Tier, float], None]) -> None:
     """Of constant size: gradients that leave, shards that come to be gathered, what the host's step brings (zero/shard_model.py)."""
-    sizes = [size for each in shards for size in each]
     resting = row.gradient is not Placement.SHARDED and layout.itemsize == layout.gradient_itemsize
     sent = [] if resting else [size * layout.shards * layout.itemsize for size in sizes]
     add(STAGING, Tier.DEVICE, max(sent, default=0) * min(_BUFFERS, len(sent)))
