@@ -62,8 +62,8 @@ class Request:
         self.source.batch(1, self.seq)  # not longer than it can read
         return plan(
             self.source.build, axes=self.axes, batch=(self.rows, self.seq), micro_batches=self.micro_batches, name=self.source.name,
-            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node, separate=self.hardware.separate,
-            checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
+            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
+            separate=self.hardware.separate, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
 
     def plans(self) -> list[Plan]:

@@ -108,10 +108,12 @@ def headline(request: Request, verdict: Verdict) -> str:
     mesh = f" ({', '.join(f'{axis}={size}' for axis, size in request.axes.items() if size > 1)})" if request.ranks > request.axes["dp"] else ""
     batch = f"{request.micro_batches} x {request.rows} x {request.seq:,} tokens"
     return (
-        f"{plan.model} ({plan.num_parameters / 1e9:,.3g} G parameters) on {request.ranks:,} {request.hardware.name}{mesh}, stage "
+        f"{plan.model} ({count(plan.num_parameters)} parameters) on {request.ranks:,} {request.hardware.name}{mesh}, stage "
         f"{config.stage}, {config.precision}, {batch} a rank: {verdict}; sends {sum(plan.sent.values()) / 1e9:,.3g} GB a step"
     )
 
 
-def gibibytes(nbytes: float) -> str:
-    return f"{gib(nbytes)} GiB"
+def count(number: int) -> str:
+    """As sizes of models are written: 3.83M, 70.6B, 1.01T."""
+    unit, name = next((unit for unit in ((10**12, "T"), (10**9, "B"), (10**6, "M")) if number >= unit[0]), (1, ""))
+    return f"{number / unit:.3g}{name}"
