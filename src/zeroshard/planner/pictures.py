@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import Tier
 from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
-from .plan import ACTIVATIONS, Plan
+from .plan import ACTIVATIONS, Moment, Plan
 from .request import Request, Verdict
 from .tables import Table, scale_of
 
@@ -40,7 +41,8 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     """A PNG of the device's memory over one step by category, with its end where that is near."""
     from matplotlib.figure import Figure
 
-    moments = plan.moments
+    steps = [Moment(phase.name, "optimizer", phase.held.get(Tier.DEVICE, {})) for phase in plan.phases if phase.name == "step"]
+    moments = [*plan.moments, *steps * 2]  # twice: as wide as a unit
     names = [name for name in COLOURS if any(name in moment.held for moment in moments)]
     names += sorted({name for moment in moments for name in moment.held} - set(COLOURS))
     peak = max((sum(moment.held.values()) for moment in moments), default=0) + request.hardware.overhead_nbytes
@@ -56,16 +58,16 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     capacity = request.hardware.device.memory_nbytes
     if capacity < 2 * peak:
         axis.axhline(capacity / unit, color="black", lw=1.2, ls="--", label=f"{request.hardware.device.name}: {capacity / unit:,.4g} {unit_name}")
-    _mark_phases(axis, plan)
+    _mark_phases(axis, moments)
     axis.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, None), ylabel=f"{unit_name} of rank {plan.rank}", xlabel="where the step is")
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False, reverse=True)
     figure.savefig(path, dpi=110)
 
 
-def _mark_phases(axis: Any, plan: Plan) -> None:
+def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:
     """A line where a phase begins, and names of some units, as many as can be read."""
-    places = list(enumerate(plan.moments))
+    places = list(enumerate(moments))
     for phase, group in itertools.groupby(places, key=lambda each: each[1].phase):
         first = next(group)[0]
         axis.axvline(first, color="black", lw=0.5, alpha=0.5)
