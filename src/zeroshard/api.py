@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from numbers import Real
@@ -19,7 +20,7 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .config import Config, Tier
+from .config import Config, Tier, cuts_model, read_plan
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
@@ -35,6 +36,7 @@ from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .zero import hooks, init_context
+from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
@@ -48,10 +50,11 @@ def shard(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
-    config: Config | None = None,
+    config: Config | str | os.PathLike | None = None,
     comm: backend_select.Choice | None = None,
     mesh: Any = None,
     weights: Any = None,
+    sample: Any = None,
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Shard a model and its optimizer over the data-parallel ranks, in place; both come back.
@@ -59,7 +62,7 @@ def shard(
     Args:
         model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
         optimizer: any elementwise torch.optim optimizer over the model's parameters, or one of zs.whole_matrix; or None (inference).
-        config: a Config; **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
+        config: a Config, or the path of a plan (`zeroshard plan --auto`); **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
         comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
             DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
         mesh: a DeviceMesh in place of `comm`. Axes named "tp", "ep" and "pp" are of tensor, expert and pipeline parallelism, whose
@@ -67,6 +70,8 @@ def shard(
             which states are sharded, or two: over the inner one, alike along the outer one (HSDP; see shard_size and
             replicate_optimizer of Config).
         weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
+        sample: with stage="auto", which chooses the stage and where states rest by what fits: an input of the model (or a tuple or
+            mapping of them) of the size of a micro-batch, of which a forward without memory tells what activations take.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
@@ -78,22 +83,29 @@ def shard(
     """
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
-            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, **options)
-    config = Config.build(config, **options)
+            return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
+    if isinstance(config, (str, os.PathLike)) and mesh is None and comm is None and cuts_model(plan := read_plan(config)):
+        raise ConfigError(f"config: {config} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
+    auto = is_auto(options.get("stage"), options, sample)
+    config = Config.build(config, **(options | {"stage": None} if auto else options))
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
     local = distributed.Localised(model, optimizer)
     try:
-        return _shard(model, optimizer, config, axes, local, weights)
+        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None)
     except BaseException:
         local.undo()
         raise
 
 
 def _shard(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed."""
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
+    auto: tuple[Any] | None,
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+    """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
+
+    auto: the sample by which stage and tiers are chosen.
+    """
     specs = collect(model, config)
     for spec in specs:
         spec.counts = axes.counts(spec.distribution)
@@ -105,6 +117,8 @@ def _shard(
         check_parameters(optimizer, {id(s.original) for s in specs})
     device = _device_of(specs)
     group, peers, world = axes.open(device, config.stall_timeout_s)
+    if auto is not None:
+        config = choose(config, group, model, specs, optimizer, *auto)
     check_same_model(group, model, specs, config, optimizer, axes.parts)
     topology.check(config, group, axes.parts)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:

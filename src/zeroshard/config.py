@@ -7,6 +7,7 @@ section 5). Everything else in the library reads the row, never the stage number
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -254,6 +255,37 @@ PRESETS: dict[str, dict[str, object]] = {
     "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
 
+PLAN = "zeroshard"  # the section of a plan's file that is ours; the others are a DeepSpeed configuration
+_PLAN_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
+
+
+def read_plan(path: str | os.PathLike) -> dict[str, Any]:
+    """What `zeroshard plan --auto` has written: shard (options of zs.shard), mesh (ranks by axis), micro_batch, micro_batches, ...
+
+    Raises ConfigError for a file that is not there, or is none of these.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"config: {path} can not be read: {error.strerror}. `zeroshard plan --auto` writes such a file.") from None
+    except ValueError as error:
+        raise ConfigError(f"config: {path} is not JSON: {error}.") from None
+    section = found.get(PLAN) if isinstance(found, dict) else None
+    missing = [key for key in _PLAN_KEYS if key not in section] if isinstance(section, dict) else [PLAN]
+    if missing:
+        raise ConfigError(
+            f"config: {path} has no {missing[0]!r}: expected a file that `zeroshard plan --auto` has written. A configuration of "
+            "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
+        )
+    return section
+
+
+def cuts_model(plan: Mapping[str, Any]) -> bool:
+    """Whether a plan's mesh has axes other than data parallelism."""
+    return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
+
+
 Units = str | tuple | Callable[[str, nn.Module], bool]
 
 
@@ -426,10 +458,16 @@ class Config:
         object.__setattr__(self, "precision", name)
 
     @classmethod
-    def build(cls, config: Config | None = None, *, preset: str | None = None, **options: object) -> Config:
-        """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given."""
+    def build(cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: object) -> Config:
+        """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given.
+
+        config: also the path of a file that `zeroshard plan --auto` has written (`read_plan`).
+        """
+        if isinstance(config, (str, os.PathLike)):
+            planned = read_plan(config)["shard"]
+            return cls.build(None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}})
         if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3.")
+            raise ConfigError(f"config: expected a zs.Config, or the path of a plan, got {type(config).__name__}. Give options by name: stage=3.")
         if preset is not None and preset not in list(PRESETS):
             raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}")
         known = {"preset"} | {f.name for f in dataclasses.fields(cls)}

@@ -42,7 +42,7 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> Any:
     chosen = {} if options.schedule is None else {"schedule": options.schedule}
     return zs.parallelize(
         model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
-        sequence_parallel=options.sequence_parallel, **chosen,
+        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None, **chosen,  # as it was planned
     )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ class MeshTrainer(Trainer):
         self.run = parallelize(self.options, self.ranks)
         if self.options.checkpoints:
             for part in self.run.models:
-                zs.checkpoint_activations(part, blocks=("Block",), offload=self.options.activations())
+                shared = {"partition": self.run.mesh["tp"]} if self.options.partition_activations else {}
+                zs.checkpoint_activations(part, blocks=("Block",), offload=self.options.activations(), **shared)
         return self.run.model, self.run.optimizer
 
     def forecast(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import zeroshard as zs
 
 from ..compression import CODECS, GRADIENT_CODECS
-from ..config import PRESETS, Tier
+from ..config import PRESETS, Tier, cuts_model, read_plan
 from ..models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..models.presets import SCALES
 from .arguments import Parser, UsageError
@@ -30,6 +30,11 @@ DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "cpu", "nvme")
 # names of torch.distributed.pipelining
 SCHEDULES = ("gpipe", "1f1b", "loopedbfs", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+_PLANNED = {  # option -> what zs.shard calls it
+    **{name: name for name in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "offload_path", "shard_size")},
+    "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
+}  # fmt: skip
+_WITHOUT_OPTION = ("max_unit_numel", "prefetch_nbytes", "hierarchical")
 OFFLOAD_PATH = "runs"  # on the disk of the working directory
 
 
@@ -47,6 +52,7 @@ class TrainOptions:
     )  # fmt: skip
     scale: str | None = _option(None, "of a published run: its own, or a small one of its kind (default: tiny)", choices=SCALES)
     stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
+    config: str | None = _option(None, "a file of `zeroshard plan --auto`: its stage, tiers, mesh and batch; options beside it count")
     ranks: int | None = _option(None, "local ranks to start (default: the mesh's, else one per GPU, without GPUs 2)", type=int)
     mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2 (data, pipeline and tensor parallel)")
     schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
@@ -103,6 +109,7 @@ class TrainOptions:
     error_feedback: bool = _option(False, "what packing a gradient loses is added to the next one", action="store_true")
     checkpoint_activations: bool = _option(False, "keep the inputs of blocks only, compute the rest again", action="store_true")
     offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
+    partition_activations: bool = _option(False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true")
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
 
     def __post_init__(self) -> None:
@@ -130,7 +137,8 @@ class TrainOptions:
         if self.mesh is not None and self.ranks is not None:
             axes.check_ranks(self.ranks)
         self._expect("schedule", self.schedule is None or axes.pp > 1, "none without stages (--mesh pp=2)")
-        self._expect("sequence_parallel", not self.sequence_parallel or axes.tp > 1, "none without --mesh tp=2")
+        for name in ("sequence_parallel", "partition_activations"):
+            self._expect(name, not getattr(self, name) or axes.tp > 1, "none without --mesh tp=2")
         if axes.cuts_model:
             self._expect("sample_bytes", not self.sample_bytes, f"0 with --mesh {axes}: a model in parts writes no text")
             self._expect("tile_max_bytes", self.tile_max_bytes is None, f"none with --mesh {axes}, which cuts weights itself")
@@ -180,6 +188,7 @@ class TrainOptions:
     def sharding(self) -> zs.Config:
         """The options of zs.shard."""
         return zs.Config(
+            **self._planned(),
             stage=self.stage,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
@@ -194,6 +203,11 @@ class TrainOptions:
             zero_quantized_weights=self._packed(self.quantized_weights),
             zero_quantized_gradients=self._packed(self.quantized_gradients, self.error_feedback),
         )
+
+    def _planned(self) -> dict[str, Any]:
+        """What the file of `config` says beside what has an option of its own."""
+        planned = {} if self.config is None else read_plan(self.config)["shard"]
+        return {name: planned[name] for name in _WITHOUT_OPTION if name in planned}
 
     def _packed(self, codec: str | None, error_feedback: bool = False) -> zs.Compression | None:
         return None if codec is None else zs.Compression(codec, error_feedback=error_feedback, force=self.quantize_on_host)
@@ -229,7 +243,7 @@ class TrainOptions:
     @property
     def checkpoints(self) -> bool:
         """Whether activations are checkpointed."""
-        return self.checkpoint_activations or self.offload_activations != "none"
+        return self.checkpoint_activations or self.partition_activations or self.offload_activations != "none"
 
     def check_batch(self, world_size: int) -> None:
         """Raise unless the mesh has as many ranks, and the batch divides evenly over them and over micro-batches."""
@@ -270,11 +284,31 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
         row = dict(PRESETS[chosen.preset])
     else:
         row = _published(CASE_STUDIES[chosen.preset], chosen.scale) if chosen.preset else {}
-    axes = MeshAxes() if chosen.mesh is None else MeshAxes.parse(chosen.mesh)
+    row |= _of_plan(chosen) if chosen.config is not None else {}
+    mesh = chosen.mesh or row.get("mesh")
+    axes = MeshAxes() if mesh is None else MeshAxes.parse(mesh)
     if axes.cuts_model:
         row["sample_bytes"] = 0
-        row["accumulate"] = 2 * axes.pp if axes.pp > 1 else 1
+        row.setdefault("accumulate", 2 * axes.pp if axes.pp > 1 else 1)
         row.setdefault("batch", math.lcm(8, axes.dp * row["accumulate"]))
+    return row
+
+
+def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The options that a plan's file stands for. Raises UsageError for a file that is none."""
+    try:
+        plan = read_plan(chosen.config)
+    except zs.ConfigError as error:
+        raise UsageError(f"--{error}") from None
+    row = {name: plan["shard"][key] for name, key in _PLANNED.items() if key in plan["shard"]}
+    row |= {"accumulate": plan["micro_batches"], "batch": plan["global_batch"], "seq": plan.get("seq", TrainOptions.seq)}
+    kept = plan.get("checkpoint_activations") or {}
+    row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}
+    row["partition_activations"] = bool(kept.get("partition"))
+    if cuts_model(plan):
+        row["mesh"] = ",".join(f"{axis}={size}" for axis, size in plan["mesh"].items())
+    elif chosen.mesh is None:
+        row["ranks"] = plan["mesh"]["dp"]
     return row
 
 

@@ -9,6 +9,7 @@ Each part is PyTorch's own, or zeroshard's, and can be used by itself: `plan_for
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
-    config: Config | None = None,
+    config: Config | str | os.PathLike | None = None,
     **options: Any,
 ) -> Parallel:
     """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
@@ -63,7 +64,7 @@ def parallelize(
         cuts: blocks with which stages begin; None: by cost.
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
         loss: (logits, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
-        config, options: of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
+        config, options: of zs.shard, config also as the path of a plan (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
     that does. Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.

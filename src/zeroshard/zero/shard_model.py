@@ -16,9 +16,9 @@ from ..comm.base import Comm, Reserved
 from ..comm.codec import exchange_values
 from ..config import Config, Offload, Placement, Tier
 from ..errors import ConfigError, HostMemoryError
-from ..memory.estimate import BUFFERS, Group, Need, needs, shortage
+from ..memory.estimate import BUFFERS, Group, Need, Place, needs, shortage
 from ..memory.host_memory import limits
-from ..memory.ledger import GRADIENTS, MASTERS, Ledger
+from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, Ledger
 from ..memory.pool import BufferPool, StagingPool
 from ..mesh.compressed import CompressedGathers
 from ..mesh.topology import Topology
@@ -129,27 +129,34 @@ class Builder:
         self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> its plan (_plan_states)
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
-    def build(self, plans: list[UnitPlan]) -> list[Unit]:
-        """All units, with the parameters' present values in their buffers."""
-        buckets = [self._buckets(plan) for plan in plans]
-        layouts = [[self._layout(bucket) for bucket in unit] for unit in buckets]
-        pairs = [
-            (bucket, layout)
-            for unit, unit_layouts in zip(buckets, layouts, strict=True)
-            for bucket, layout in zip(unit, unit_layouts, strict=True)
-        ]
+    def _lay_out(self, plans: list[UnitPlan]) -> tuple[list[list[Pair]], _BufferSizes]:
+        """The flat buffers of each unit, and the sizes of the others."""
+        units = [[(bucket, self._layout(bucket)) for bucket in self._buckets(plan)] for plan in plans]
+        pairs = [pair for unit in units for pair in unit]
         trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
         self._states = {id(spec): self._plan_states(spec, layout) for spec, layout in trainable}
-        sizes = self._buffer_sizes(pairs)
-        self._check_room(pairs, sizes)
+        return units, self._buffer_sizes(pairs)
+
+    def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
+        """Bytes that this rank would hold, gathered units among them; nothing is made, and `build` may follow."""
+        units, sizes = self._lay_out(plans)
+        found = self._needs([pair for unit in units for pair in unit], sizes)
+        if self._sharded and self.comm.world_size > 1:
+            nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in units)
+            gathered = sum(nbytes[-3:])  # the root, the unit in use, the next one
+            found[GATHERED, Tier.DEVICE, None] = gathered
+        self._stepped_numel = self._offloaded_numel = 0
+        return found
+
+    def build(self, plans: list[UnitPlan]) -> list[Unit]:
+        """All units, with the parameters' present values in their buffers."""
+        laid_out, sizes = self._lay_out(plans)
+        self._check_room([pair for unit in laid_out for pair in unit], sizes)
         self.pool = StagingPool(self.comm, self.ledger, *sizes.sent)
         self._make_tier_pools(sizes)
         units = []
         for number, plan in enumerate(plans):
-            groups = [
-                self._group(plan, bucket, layout)
-                for bucket, layout in zip(buckets[number], layouts[number], strict=True)
-            ]
+            groups = [self._group(plan, bucket, layout) for bucket, layout in laid_out[number]]
             units.append(Unit(plan.name, plan.modules, groups, number))
         self.topology.open()
         self._tell_plain(units)
@@ -222,11 +229,7 @@ class Builder:
         offloads = (config.offload_param, config.offload_gradient, config.offload_optimizer)
         if comm.imagined or (comm.device.type != "cpu" and all(offload.tier is Tier.DEVICE for offload in offloads)):
             return
-        found = needs(config, tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
-        if not tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
-            found.pop((GRADIENTS, Tier.DEVICE, None), None)
-        for tier, nbytes in [*sizes.by_tier(tiers.separate), (Tier.DEVICE, self._travelling_nbytes(pairs))]:
-            found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
+        found = self._needs(pairs, sizes)
         on_host = {Tier.HOST} | ({Tier.DEVICE} if comm.device.type == "cpu" else set())
         mine = Need.of(found, on_host, tiers.released_nbytes, limits())
         everyone = [Need.told(*other) for other in exchange_values(comm, mine.plain(), "zs.shard: memory")]
@@ -242,6 +245,14 @@ class Builder:
         except (ConfigError, OSError) as error:
             problem = error
         _agree_on(problem, tiers, "zs.shard: space on disks")
+
+    def _needs(self, pairs: list[Pair], sizes: _BufferSizes) -> dict[Place, int]:
+        found = needs(self.config, self.tiers.separate, [self._group_need(bucket, layout) for bucket, layout in pairs])
+        if not self.tiers.state_columns:  # no optimizer: gradients on the device take no memory before the first backward
+            found.pop((GRADIENTS, Tier.DEVICE, None), None)
+        for tier, nbytes in [*sizes.by_tier(self.tiers.separate), (Tier.DEVICE, self._travelling_nbytes(pairs))]:
+            found[BUFFERS, tier, None] = found.get((BUFFERS, tier, None), 0) + nbytes
+        return found
 
     def _travelling_nbytes(self, pairs: list[Pair]) -> int:
         """What second hops and packing take: secondary shards, sums on their way, packed buffers, what is lost in packing."""

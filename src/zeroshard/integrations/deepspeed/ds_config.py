@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...config import PLAN, cuts_model
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import (
     CommsLoggerConfig,
@@ -159,6 +160,7 @@ class DeepSpeedConfig:
         self._param_dict = read_config(config)
         self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
         given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
+        self.planned_options = _planned_options(given)
         self.notes: list[str] = []
         if isinstance(given.get("zero_optimization"), bool):
             self.notes.append("zero_optimization as true or false is deprecated: it is read as stage 1 or 0.")
@@ -335,6 +337,18 @@ class DeepSpeedConfig:
             if not attribute.startswith("_"):
                 print(f"{name}.{attribute} = {value}", file=sys.stderr)
         self.print_user_config()
+
+
+def _planned_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of zs.shard in the section that `zeroshard plan --auto` writes, which is taken out: it is not DeepSpeed's."""
+    plan = _section(given, PLAN)
+    given.pop(PLAN, None)
+    if plan and cuts_model({"mesh": {}, **plan}):
+        raise DeepSpeedConfigError(
+            f"{PLAN}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
+            "or plan for data parallelism alone."
+        )
+    return dict(_section(plan, "shard", within=PLAN))
 
 
 _said: set[str] = set()

@@ -45,7 +45,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         section = getattr(zero, name)
         if _is_offloaded(section) and zero.stage >= lowest:
             options[name] = _offload(section)
-    return options
+    return options | config.planned_options
 
 
 def _is_offloaded(section: Any) -> bool:

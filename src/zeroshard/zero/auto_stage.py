@@ -1,0 +1,167 @@
+"""`zs.shard(stage="auto")`: the stage and the tiers, chosen at run time by what fits the memory that is there.
+
+    what each choice would hold (Builder.needs) + activations of the sample --> the first in CHOICES that fits on every rank
+
+CHOICES are in the order of what a step sends and waits for: stages 1 and 2 send as much as plain data parallelism, stage 3 half as
+much again (ZeRO, arXiv 1910.02054, section 7), a host's step and copies come on top, a disk last. All ranks tell each other what
+they have, so that all choose the same. A mesh, micro-batches and checkpoints of activations are for `zeroshard plan --auto`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..comm.base import Comm
+from ..comm.codec import exchange_values
+from ..config import Config, Tier
+from ..errors import ConfigError, ZeroshardError
+from ..memory.host_memory import limits
+from ..memory.ledger import Ledger
+from ..mesh.topology import Topology
+from ..offload.storage import Tiers
+from ..utils.host import host_identity
+from ..utils.tensor_tree import find_tensors
+from .auto_wrap import partition
+from .parameter import ParamSpec
+from .rank_consistency import optimizer_groups
+from .shard_model import Builder, state_columns
+
+AUTO = "auto"
+STATES = ("offload_optimizer", "offload_gradient", "offload_param")
+CHOICES: tuple[tuple[int, str | None, str | None, str | None], ...] = (  # stage, and where states, gradients, parameters rest
+    (0, None, None, None), (1, None, None, None), (2, None, None, None), (3, None, None, None), (2, "cpu", "cpu", None),
+    (3, "cpu", "cpu", None), (3, "cpu", "cpu", "cpu"), (3, "nvme", "cpu", None), (3, "nvme", "nvme", "cpu"), (3, "nvme", "nvme", "nvme"),
+)  # fmt: skip
+_UNKNOWN = 1 / 3  # of the device: left for activations where no sample says what they take
+_FREE = 0.1  # of the device: left in any case, for temporaries and holes between blocks
+
+
+def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
+    """Whether the stage is to be chosen. Raises ConfigError for options that it would choose, given beside it, and a sample without it."""
+    auto = isinstance(stage, str) and stage == AUTO
+    given = [name for name in (*STATES, "preset") if options.get(name) is not None]
+    if auto and given:
+        raise ConfigError(f"stage='auto' chooses where states rest as well: leave out {given[0]}, or give a stage.")
+    if sample is not None and not auto:
+        raise ConfigError("sample: it tells stage='auto' what activations take. Leave it out, or give stage='auto'.")
+    return auto
+
+
+def choose(
+    config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None, sample: Any
+) -> Config:
+    """The first of CHOICES that fits on every rank (collective). config: the other options.
+
+    sample: an input of the model, or a tuple or mapping of them; its forward is run without memory, to see what is kept for backward.
+    Raises ConfigError, on every rank, where nothing fits.
+    """
+    kept = None if sample is None else _kept_nbytes(model, sample, config)
+    parameters = sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
+    device, host = _available(comm, parameters)
+    told = exchange_values(comm, [device, host, list(host_identity()), kept or 0], "zs.shard: stage='auto'")
+    sharers = {tuple(each[2]): sum(other[2] == each[2] for other in told) for each in told}
+    device = min(each[0] // (1 if comm.device.type == "cuda" else sharers[tuple(each[2])]) for each in told)
+    host = min(each[1] // sharers[tuple(each[2])] for each in told)
+    activations = max(each[3] for each in told)
+    room = {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
+    tried: list[str] = []
+    for number, row in enumerate(CHOICES):
+        candidate = _candidate(config, row, comm)
+        if candidate is None or (comm.world_size == 1) != (row[0] == 0) and not any(row[1:]):
+            continue
+        held = _held(candidate, comm, model, specs, optimizer)
+        if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
+            if comm.rank == 0:
+                print(f"zeroshard: {_reason(row, held, room, tried, kept)}", file=sys.stderr)
+            return candidate
+        tried.append(f"{_words(row)} {_gib(held[Tier.DEVICE])}")
+    raise ConfigError(
+        f"stage='auto': nothing fits the {_gib(room[Tier.DEVICE])} that each rank's device has for it (host: {_gib(host)}): "
+        f"{', '.join(tried)}. Use more ranks, offload_path= a folder on a local disk, or `zeroshard plan` to see what would fit."
+    )
+
+
+def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: Comm) -> Config | None:
+    """None where the choice is none here: no folder on disk, no memory apart from the host's, or options that it does not go with."""
+    if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
+        return None
+    try:
+        return dataclasses.replace(config, stage=row[0], **dict(zip(STATES, row[1:], strict=True)))
+    except ConfigError:
+        return None
+
+
+def _held(
+    config: Config, comm: Comm, model: nn.Module, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
+) -> dict[Tier, int]:  # fmt: skip
+    """Bytes of one rank by tier; on a CPU the host's memory is the device's."""
+    tiers = Tiers(comm, Ledger())
+    tiers.state_columns = state_columns(optimizer)
+    builder = Builder(config, Topology.flat(comm), tiers.ledger, tiers, optimizer_groups(optimizer), 0)
+    found: dict[Tier, int] = {Tier.DEVICE: 0}
+    for (_, tier, _), nbytes in builder.needs(partition(model, config, specs)).items():
+        tier = Tier.DEVICE if tier is Tier.HOST and not tiers.separate else tier
+        found[tier] = found.get(tier, 0) + nbytes
+    return found
+
+
+def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
+    """Bytes that are free on the device and on the host, with what the model holds now and gives back. On a CPU, of all its ranks."""
+    host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
+    if comm.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(comm.device)
+        unused = torch.cuda.memory_reserved(comm.device) - torch.cuda.memory_allocated(comm.device)
+        return free + unused + given_nbytes, host
+    return host + given_nbytes, host
+
+
+def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
+    """Bytes that autograd keeps of a forward, on tensors without memory; half of them where it will compute in 16 bits."""
+    storages: dict[int, Any] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+        return tensor
+
+    args, named = ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
+    try:
+        with mode, torch.random.fork_rng(devices=[]):
+            fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+            own = {value.untyped_storage()._cdata for value in fake.values()}
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                output = torch.func.functional_call(model, fake, args, dict(named))
+            nbytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+            nbytes += sum(tensor.nbytes for tensor in find_tensors(output))
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"sample: the model's forward of it failed on tensors without memory: {type(error).__name__}: {error}. Give inputs as "
+            "model(*sample) takes them; a forward that asks for values needs stage='auto' without a sample."
+        ) from error
+    low = config.compute_dtype.itemsize
+    given = max((param.element_size() for param in model.parameters()), default=low)
+    return nbytes * low // given if config.precision != "fp32" else nbytes
+
+
+def _words(row: tuple[int, str | None, str | None, str | None]) -> str:
+    away = [f"{name.removeprefix('offload_')} on {place}" for name, place in zip(STATES, row[1:], strict=True) if place is not None]
+    return ", ".join([f"stage {row[0]}", *away])
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.3g} GiB"
+
+
+def _reason(row: Any, held: Mapping[Tier, int], room: Mapping[Tier, int], tried: list[str], kept: int | None) -> str:
+    known = f"beside {_gib(kept)} of activations" if kept is not None else "with a third left for activations: sample= tells what they take"
+    before = f"; {tried[-1]} does not fit" if tried else ""
+    return f"stage='auto': {_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device, {known}{before}"
