@@ -3,14 +3,14 @@
     zeroshard plan llama-3-70b --ranks 64 --device h100-80gb
     zeroshard plan gpt-1t --mesh dp=16,pp=8,tp=8 --checkpoint-activations --out runs/plan
     zeroshard plan mine:model --ranks 8 --device a100-40gb --brief
+    zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --config plan.json
 
 Exit code 0: it fits; 1: it does not; 2: a mistake in the call.
 """
 
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.remedies import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
-from . import report_error
+from . import auto, report_error
 from .arguments import UsageError
 from .plan_options import PlanOptions, _option, parse
 from .sheets import Sheet, show
@@ -33,41 +33,71 @@ SHORT = 1
 class Options(PlanOptions):
     """Of `zeroshard plan`."""
 
+    auto: bool = _option(False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true")
+    global_batch: int | None = _option(None, "sequences of a step over all ranks, with --auto (default: of these options)", type=int)
+    lossy: bool = _option(False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true")
+    config: str | None = _option(None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed")
+    offload_path: str | None = _option(None, "with --auto: folder on a local disk of the machines that will train, for what rests there")
     try_seconds: float = _option(60.0, "to look for changes that would make it fit; 0: none", type=float)
     brief: bool = _option(False, "print one line", action="store_true")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("global_batch", "lossy", "config", "offload_path"):
+            if getattr(self, name) and not self.auto:
+                raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
+        if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
+            raise UsageError("--auto: expected no --offload option: where states rest is searched")
+
+    def fixed(self, request: Request) -> dict[str, Any]:
+        """What --auto leaves as it is given."""
+        found: dict[str, Any] = dict(request.axes) if self.mesh is not None else {}
+        found |= {"stage": self.stage} if self.stage is not None else {}
+        found |= {"hpz": self.hpz} if self.hpz > 1 else {}
+        found |= {"shard_size": self.shard_size} if self.shard_size is not None else {}
+        return found | ({"checkpointing": "blocks"} if self.checkpoint_activations else {})
 
 
 def main(argv: Sequence[str]) -> int:
     """Plan and print; returns the exit code."""
     options = parse(Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv)
     try:
-        request = options.request()
-        plans = request.plans()
+        request, layouts = options.request(), None
+        if options.auto:
+            batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
+            request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
+            if options.config is not None:
+                auto.write(layouts, options.config, options.offload_path)
+        else:
+            plans = request.plans()
         verdict = judge(plans, request)
-        found = [] if verdict.fits or options.brief or not options.try_seconds else remedies(request, plans, options.try_seconds)
-        sheets = [] if options.brief else _sheets(request, verdict, found)
+        look = not (verdict.fits or options.brief or options.auto) and options.try_seconds > 0
+        found = remedies(request, plans, options.try_seconds) if look else []
+        sheets = [*([auto.table(layouts)] if layouts is not None else []), *_sheets(request, verdict, found)]
+        notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         if options.out is not None:
-            _write(Path(options.out), request, plans, verdict, [*sheets])
+            _write(Path(options.out), request, plans, verdict, sheets, notes)
     except zs.ConfigError as error:
         return report_error(str(error))
     if options.json:
-        print(json.dumps(facts(request, verdict, found), indent=2))
+        print(json.dumps(facts(request, verdict, found) | ({"reason": layouts.reason} if layouts is not None else {}), indent=2))
     else:
-        _print(request, verdict, found, sheets, options)
+        _print(request, verdict, sheets, notes, options)
+        if look and not found:
+            print(f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks")
     return 0 if verdict.fits else SHORT
 
 
-def _print(request: Request, verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[tables.Table], options: Options) -> None:
+def _print(request: Request, verdict: Verdict, sheets: Sequence[tables.Table], notes: Sequence[str], options: Options) -> None:
     if not options.brief:
         for table in sheets:
             show(Sheet(table.rows, table.header, table.title))
-        for note in request.source.notes:
-            print(note)
+        print("\n".join(notes), end="\n" * bool(notes))
     print(tables.headline(request, verdict))
-    if not (verdict.fits or options.brief or found or not options.try_seconds):
-        print(f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks")
-    if options.out is not None:
-        print(f"written: {', '.join(str(path) for path in sorted(Path(options.out).iterdir()))}")
+    written = [str(path) for path in sorted(Path(options.out).iterdir())] if options.out is not None else []
+    written += [options.config] if options.config is not None else []
+    if written:
+        print(f"written: {', '.join(written)}")
 
 
 def _sheets(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> list[tables.Table]:
@@ -77,8 +107,10 @@ def _sheets(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> list
     return made + ([tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows)] if rows else [])
 
 
-def _write(folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: list[tables.Table]) -> None:
-    """The pictures, the page and plan.json. Raises UsageError."""
+def _write(
+    folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdict, sheets: Sequence[tables.Table], notes: list[str]
+) -> None:
+    """The pictures, the page and report.json. Raises UsageError."""
     from ..planner.pictures import draw_memory, write_page
     from ..planner.simulator import simulate
     from ..planner.timeline import draw_timeline
@@ -86,14 +118,13 @@ def _write(folder: Path, request: Request, plans: Sequence[Plan], verdict: Verdi
     make_folder(folder)
     draw_memory(verdict.plan, request, folder / "memory.png")
     pictures = {"Memory over one step": folder / "memory.png"}
-    notes = list(request.source.notes)
     if request.axes["pp"] == 1:  # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
         done = simulate(plans[0].trace, request.hardware)
         draw_timeline(done, folder / "timeline.png", verdict.plan.model)
         pictures["A step, simulated"] = folder / "timeline.png"
-        notes.append(f"Simulated: {done.step_s:.3g} s a step, {done.tflops:.3g} TFLOPS a device, {done.bound}.")
+        notes = [*notes, f"Simulated: {done.step_s:.3g} s a step, {done.tflops:.3g} TFLOPS a device, {done.bound}."]
     write_page(folder / "plan.html", tables.headline(request, verdict), verdict, sheets, pictures, notes)
-    (folder / "plan.json").write_text(json.dumps(facts(request, verdict, ()), indent=2) + "\n")
+    (folder / "report.json").write_text(json.dumps(facts(request, verdict, ()), indent=2) + "\n")
 
 
 def make_folder(folder: Path) -> None:

@@ -32,7 +32,7 @@ class PlanOptions:
     mesh: str | None = _option(None, "ranks along each axis: dp=64,pp=4,tp=8 (data, pipeline and tensor parallel)")
     device: str = _option("h100-80gb", "hardware by name, or a file as `zeroshard bench --calibrate` writes it", also=("--hardware",))
     node_size: int | None = _option(None, "ranks of a node (default: the hardware's devices)", type=int)
-    stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
+    stage: int | None = _option(None, "ZeRO stage: what is sharded (default: 3)", choices=(0, 1, 2, 3), type=int)
     batch: int = _option(1, "sequences of one forward of a rank", type=int)
     seq: int | None = _option(None, "tokens of a sequence (default: the model's)", type=int)
     accumulate: int | None = _option(
@@ -46,6 +46,7 @@ class PlanOptions:
     checkpoint_activations: bool = _option(
         False, "keep the inputs of blocks only, compute the rest again", action="store_true", also=("--activation-checkpointing",)
     )
+    partition_activations: bool = _option(False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true")
     offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
     shard_size: int | None = _option(None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int)
     hpz: int = _option(1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int)
@@ -56,7 +57,7 @@ class PlanOptions:
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
     schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
     sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
-    out: str | None = _option(None, "folder for pictures, the page and plan.json")
+    out: str | None = _option(None, "folder for pictures, the page and report.json")
     json: bool = _option(False, "print JSON in place of tables", action="store_true")
 
     def __post_init__(self) -> None:
@@ -71,7 +72,7 @@ class PlanOptions:
         axes = self._axes(hardware)
         if self.shard_size is not None and axes.dp % self.shard_size:
             raise UsageError(f"--shard-size: expected a divisor of the {axes.dp} ranks of dp, got {self.shard_size}")
-        for name in ("schedule", "sequence_parallel"):
+        for name in ("schedule", "sequence_parallel", "partition_activations"):
             axis = "pp" if name == "schedule" else "tp"
             if getattr(self, name) and getattr(axes, axis) == 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --mesh {axis}=2")
@@ -97,12 +98,14 @@ class PlanOptions:
         given = {_SHARD.get(name, name): getattr(self, name) for name in (*_SAME, *_SHARD)}
         usual = {"max_live_parameters": 0, "zero_hpz_partition_size": 1}
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
+        found.setdefault("stage", 3)
         return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # nothing is written
 
     def _checkpointing(self) -> bool | dict[str, Any]:
-        if self.offload_activations == "none":
-            return self.checkpoint_activations
-        return {"offload": self.offload_activations} | ({"path": "."} if self.offload_activations == "nvme" else {})
+        found: dict[str, Any] = {"partition": True} if self.partition_activations else {}
+        if self.offload_activations != "none":
+            found |= {"offload": self.offload_activations} | ({"path": "."} if self.offload_activations == "nvme" else {})
+        return found or self.checkpoint_activations
 
 
 def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str]) -> Any:

@@ -44,7 +44,7 @@ class Shape:
 @dataclass(frozen=True)
 class ModelSource:
     """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: tokens there are. notes: what a plan of it takes for
-    granted. source: of its numbers."""
+    granted. source: of its numbers. config: where it is a GPT of models/gpt.py."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -54,6 +54,7 @@ class ModelSource:
     max_seq: int | None = None
     notes: tuple[str, ...] = ()
     source: str = ""
+    config: GPTConfig | None = None
 
     def build(self) -> nn.Module:
         """The model, tokens (rows, seq) -> logits, or an output that has them; call it under `torch.device("meta")`.
@@ -147,7 +148,7 @@ def _preset(name: str) -> ModelSource:
 def _gpt(name: str, config: GPTConfig, source: str) -> ModelSource:
     shape = Shape(config.layers, config.dim, config.heads)
     longest = config.seq_len if config.positions == "learned" else None
-    return ModelSource(name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source)
+    return ModelSource(name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config)
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:

@@ -1,7 +1,7 @@
 """What would make a plan fit: the cheapest changes, each with what it frees and what it costs.
 
-    changes in the order of what they cost ->  each alone: could it free enough? then a dry run says whether it does
-                                               none does: one after the other on top, until it fits; what was not needed goes
+    changes in the order of what they cost ->  each alone, and on top of all before it, until something fits: could it free
+                                               enough? then a dry run says whether it does; what was not needed goes
 
 Whether a change *could* free enough is arithmetic: no more than the categories hold that it is about. What it frees and costs is
 read off a dry run of the changed run, never estimated; seconds are the simulator's.
@@ -50,14 +50,21 @@ class Remedy:
 
 def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> list[Remedy]:
     """The cheapest changes after which it fits, at most ENOUGH; empty where none was found in so many seconds of dry runs."""
-    verdict = judge(plans, request)
-    search = _Search(request, plans, verdict, time.monotonic() + seconds)
+    search = _Search(request, plans, judge(plans, request), time.monotonic() + seconds)
     found: list[Remedy] = []
+    rungs: list[Change] = []
+    stacked = request
     for change in CHANGES:
-        changed = search.could(change, request, 0)
-        if changed is not None and len(found) < ENOUGH:
-            found += search.tried(changed)
-    return found or search.ladder()
+        if change.tier is not search.verdict.tier or len(found) == ENOUGH:
+            continue
+        alone, on_top = change.apply(request), change.apply(stacked)
+        if alone is not None and search.could([change]):
+            found += search.tried(alone)
+        if not found and on_top is not None:
+            rungs, stacked = [*rungs, change], on_top
+            if stacked != alone and search.could(rungs):
+                found += search.pruned(rungs, search.tried(stacked))
+    return found
 
 
 class _Search:
@@ -66,12 +73,10 @@ class _Search:
     def __init__(self, request: Request, plans: Sequence[Plan], verdict: Verdict, until: float) -> None:
         self.request, self.plans, self.verdict, self.until = request, plans, verdict, until
 
-    def could(self, change: Change, request: Request, freed: int) -> Request | None:
-        """The changed request, if there is one that may free enough beside what others have."""
-        if change.tier is not self.verdict.tier:
-            return None
-        most = sum(self.verdict.held.get(category, 0) for category in change.frees)
-        return change.apply(request) if freed + most >= self.verdict.short else None
+    def could(self, changes: Sequence[Change]) -> bool:
+        """Whether they are about as many bytes as are missing."""
+        names = {name for change in changes for name in change.frees}
+        return sum(self.verdict.held.get(name, 0) for name in names) >= self.verdict.short
 
     def tried(self, changed: Request) -> list[Remedy]:
         """The remedy, if it is one and there is time left to look."""
@@ -87,28 +92,14 @@ class _Search:
         frees = self.verdict.used - sum(_at(plans, self.verdict).values()) - self.verdict.overhead
         return [Remedy(flags(self.request, changed), changed, verdict, frees, cost(self.request, self.plans, changed, plans))]
 
-    def ladder(self) -> list[Remedy]:
-        """Changes on top of each other until it fits; then without those that it fits without."""
-        request, freed, rungs = self.request, 0, []
-        for change in CHANGES:
-            changed = change.apply(request) if change.tier is self.verdict.tier else None
-            if changed is None:
-                continue
-            rungs.append(change)
-            request = changed
-            freed = sum(self.verdict.held.get(name, 0) for name in {name for rung in rungs for name in rung.frees})
-            found = self.tried(request) if freed >= self.verdict.short else []
-            if found:
-                return self._pruned(rungs, found)
-        return []
-
-    def _pruned(self, rungs: list[Change], found: list[Remedy]) -> list[Remedy]:
-        for rung in rungs[-2::-1]:
+    def pruned(self, rungs: list[Change], found: list[Remedy]) -> list[Remedy]:
+        """Without the changes that it fits without, the most expensive first."""
+        for rung in rungs[-2::-1] if found else ():
             fewer = [each for each in rungs if each is not rung]
             request: Request | None = self.request
             for each in fewer:
                 request = each.apply(request) if request is not None else None
-            without = self.tried(request) if request is not None else []
+            without = found if request == found[0].request else self.tried(request) if request is not None else []
             if without:
                 rungs, found = fewer, without
         return found
@@ -153,6 +144,12 @@ def _one_row(request: Request) -> Request | None:
     return replace(request, rows=1, micro_batches=request.rows * request.micro_batches) if request.rows > 2 else None
 
 
+def _partition(request: Request) -> Request | None:
+    """A part of each checkpoint on each rank of tp (Pa: ZeRO, arXiv 1910.02054, section 6.1)."""
+    given = dict(request.checkpointing) if isinstance(request.checkpointing, Mapping) else {}
+    return replace(request, checkpointing={**given, "partition": True}) if request.axes["tp"] > 1 and "partition" not in given else None
+
+
 def _activations_to_host(request: Request) -> Request | None:
     given = dict(request.checkpointing) if isinstance(request.checkpointing, Mapping) else {}
     return replace(request, checkpointing={**given, "offload": "cpu"}) if "offload" not in given and request.hardware.separate else None
@@ -186,6 +183,7 @@ CHANGES = (
     Change(_fewer_rows, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_one_row, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_checkpoint, Tier.DEVICE, (ACTIVATIONS,)),
+    Change(_partition, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_activations_to_host, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_offload("offload_optimizer", "cpu", 2), Tier.DEVICE, (*STATES, GRADIENTS, PARTIAL)),
     Change(_offload("offload_param", "cpu", 3, "offload_optimizer"), Tier.DEVICE, _ALL),
@@ -210,8 +208,9 @@ def flags(before: Request, after: Request) -> str:
         if value != before.options.get(name) and name != "offload_path":
             found.append(f"--{name.replace('_', '-')} {value}")
     if after.checkpointing != before.checkpointing:
-        to_host = isinstance(after.checkpointing, Mapping) and "offload" in after.checkpointing
-        found.append("--offload-activations cpu" if to_host else "--checkpoint-activations")
+        kept = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
+        named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
+        found += [named[name] for name in kept] or ["--checkpoint-activations"]
     if after.rows != before.rows:
         found.append(f"--batch {after.rows} --accumulate {after.micro_batches}")
     if after.ranks != before.ranks:

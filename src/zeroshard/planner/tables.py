@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ..config import Tier
 from .plan import PHASES, Plan
 from .request import Request, Verdict, gib
-from .simulator import kind_of
-from .trace import Resource
+from .trace import Resource, Task
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {
@@ -72,7 +71,7 @@ def communication(plan: Plan) -> Table:
         if not moved:
             continue
         sends = any(resource in (Resource.INSIDE, Resource.BETWEEN) for resource in moved)
-        key = (task.axis if sends else "", kind_of(task) if sends else next(LINKS[resource] for resource in moved))
+        key = (task.axis if sends else "", _kind(task) if sends else next(LINKS[resource] for resource in moved))
         counts[key] = counts.get(key, 0) + 1
         total = found.setdefault(key, {})
         for resource, amount in moved.items():
@@ -82,6 +81,12 @@ def communication(plan: Plan) -> Table:
         if nbytes and sum(key[0] == axis for key in found) > 1:
             rows.append((axis, "all", "", f"{nbytes / 1e9:,.3f}", ""))
     return Table("Sent, copied, read and written in a step, GB", ("axis", "kind", "times", "bytes", "of them between nodes"), tuple(rows))
+
+
+def _kind(task: Task) -> str:
+    """ "gather" of "gather blocks.3", "all_reduce" of "tp all_reduce"."""
+    words = task.name.split()
+    return words[1] if words[0] == task.axis and len(words) > 1 else words[0]
 
 
 def _moved(axis: str, kind: str, times: int, moved: dict[Resource, float]) -> tuple[str, ...]:
