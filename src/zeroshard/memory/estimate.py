@@ -79,11 +79,11 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
             add(MASTERS, group.states, numel * group.master.itemsize)
         for _ in range(group.columns):
             add(OPTIMIZER, group.states, numel * group.stepped.itemsize)
-    found[BUFFERS, Tier.HOST, None] += _arena_nbytes(config, separate, groups)
+    found[BUFFERS, Tier.HOST, None] += arena_nbytes(config, separate, groups)
     return dict(found)
 
 
-def _arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
+def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int:
     """Memory through which the host's step brings what is not within its reach (optim/offloaded_step.py)."""
     offload = config.offload_optimizer
     limit_nbytes, total, largest = offload.buffer_count * offload.buffer_nbytes, 0, 0

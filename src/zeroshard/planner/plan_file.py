@@ -16,7 +16,7 @@ from typing import Any
 
 from ..config import PLAN, Tier
 from ..errors import ConfigError
-from .schedule import Layout
+from .layout import Layout
 from .search import Candidate, Found
 
 _GRADIENTS = {2: "fp16", 4: "fp32"}

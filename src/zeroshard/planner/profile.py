@@ -21,6 +21,7 @@ from ..zero.auto_wrap import LARGE_FRACTION
 from .plan import Plan
 from .trace import Resource
 
+_PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
 ROOT = "(root)"  # what is gathered from the beginning of a pass to its end
 
 
@@ -30,6 +31,7 @@ class UnitProfile:
 
     cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of their own.
     flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
+    last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
     kernels: launches of a forward.
     saved_cut, saved_whole: elements a token, in the dtype that computes, that autograd keeps for backward; its input is among
         them (`boundary` of the one before). saved_fp32: those that are fp32 in any case, divided by tp.
@@ -45,6 +47,7 @@ class UnitProfile:
     whole: tuple[int, ...] = ()
     home: str = ""
     flops: float = 0.0
+    last_flops: float = 0.0
     kernels: int = 1
     saved_cut: float = 0.0
     saved_whole: float = 0.0
@@ -68,7 +71,8 @@ class UnitProfile:
 
     def working_nbytes(self, itemsize: int, tp: int = 1) -> float:
         """Bytes a token that come and go in its backward, at the fullest moment."""
-        return itemsize * (self.working_cut / tp + self.working_whole) + 4 * self.working_fp32 / tp
+        parts = _PARALLEL_LOSS if tp > 1 else 1.0
+        return itemsize * (self.working_cut / tp + self.working_whole) + 4 * self.working_fp32 / tp * parts
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class Profile:
             "",
             cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
-            flops=2 * linear + 4 * shape.seq_len * h, kernels=11,
+            flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
             saved_cut=(4 + 2 * ratio) * h + scores, saved_whole=4 * h, saved_fp32=shape.heads,
             working_cut=2 * ratio * h + scores / 2, working_whole=2 * h,
             boundary=h, tp_reduces=2, block=True, packs=True,
@@ -216,33 +220,39 @@ class Profile:
         return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
 
     @classmethod
-    def of_plan(cls, plan: Plan, seq: int) -> Profile:
-        """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed and kept.
+    def of_plan(cls, plan: Plan, seq: int, checkpointed: Plan | None = None) -> Profile:
+        """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
-        seq: tokens of a sequence of the dry run. What tensor parallelism would divide is not known: layouts of it have tp = 1.
+        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then keep;
+        without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
+        elements are those of whole buffers, padding counted.
         """
-        if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1:
-            raise ConfigError(f"a profile is of a whole model: expected a plan over dp alone, got {plan.axes}. Plan it with ranks=.")
+        if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
+            raise ConfigError(f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}.")
         itemsize, micro = plan.config.compute_dtype.itemsize, max(plan.tokens // plan.micro_batches, 1)
-        numels: dict[str, int] = {}
+        numels: dict[str, float] = {}
         flops: dict[str, float] = {}
         kernels: dict[str, int] = {}
         for task in plan.trace.tasks:
             if not task.unit:
                 continue
-            numels[task.unit] = numels.get(task.unit, 0) + (task.numel if task.phase == "step" else 0)
+            numels.setdefault(task.unit, 0)
+            name = task.name.removeprefix("reduce ").partition(" (")[0]
+            if name != task.name and task.axis == "dp" and task.phase == "backward":
+                numels[name] = numels.get(name, 0) + sum(task.nbytes.values()) * task.peers / (task.peers - 1) / plan.micro_batches
             if task.phase == "forward" and Resource.DEVICE in task.nbytes:
                 flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches
                 kernels[task.unit] = kernels.get(task.unit, 0) + task.kernels
-        shards = plan.axes.get("dp", 1) if plan.config.stage else 1
-        common = max(set(numels.values()), key=list(numels.values()).count)
+        sizes = {name: round(nbytes / itemsize) for name, nbytes in numels.items()}
+        common = max(set(sizes.values()), key=list(sizes.values()).count)
+        kept = (checkpointed or plan).activations
         units = [
             UnitProfile(
-                name, whole=(numel * shards,) * bool(numel), flops=flops.get(name, 0.0) / micro,
-                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1),
-                saved_whole=plan.activations.get(name, 0) / micro / itemsize, block=numel == common and name != ROOT,
-                packs=name != ROOT,
+                name, whole=(numel,) * bool(numel), flops=flops.get(name, 0.0) / micro,
+                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_whole=plan.activations.get(name, 0) / micro / itemsize,
+                boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
+                block=numel == common and name != ROOT, packs=name != ROOT,
             )
-            for name, numel in numels.items()
+            for name, numel in sizes.items()
         ]  # fmt: skip
         return cls(plan.model, tuple(units), seq)

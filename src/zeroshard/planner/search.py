@@ -20,9 +20,11 @@ from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from .hardware import Hardware, resource_seconds
+from .layout import Layout, Volumes, exchange
+from .memory import Sizes, memory_of
 from .plan import Plan
 from .profile import Profile
-from .schedule import Layout, Sizes, Volumes, exchange, memory_of, trace_of
+from .schedule import trace_of
 from .simulator import Simulation, simulate
 from .trace import Resource, Task, Trace
 
@@ -276,7 +278,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if spread and lay.gradient is not Tier.DEVICE and lay.separate:
         links[Resource.DOWN] += reduces * seconds({Resource.DOWN: own * lay.itemsize})[Resource.DOWN]
     states = own if row.optimizer is Placement.SHARDED else whole
-    itemsize = lay.state_itemsize + 4 * (lay.precision != "fp32")
+    itemsize = lay.state_itemsize + 4 * lay.has_masters
     moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
     tail = max(seconds({Resource.DEVICE if lay.optimizer is Tier.DEVICE else Resource.HOST: moved}, numel=states).values())
     if lay.optimizer is Tier.DISK:

@@ -13,7 +13,7 @@ from ..config import Config
 from .schedule import Schedule
 from .unit import Phase, Unit
 
-_LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
+LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
 
 
 class Prefetcher:
@@ -30,7 +30,7 @@ class Prefetcher:
         """Fetch from other tiers as far as buffers allow, and gather: the next unit, more within the budget."""
         if not self.config.overlap:
             return
-        upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:_LOOKAHEAD]]
+        upcoming = [self.units[visit.unit] for visit in self.schedule.upcoming(training)[:LOOKAHEAD]]
         upcoming = [unit for unit in dict.fromkeys(upcoming) if unit.phase is not Phase.READY]  # those are still in use
         for unit in upcoming:
             if not unit.fetch():

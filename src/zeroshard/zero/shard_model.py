@@ -31,8 +31,8 @@ from .flat_buffer import GradientBuffer, ParameterBuffer
 from .parameter import ParamHome, ParamSpec
 from .unit import ParamGroup, Unit
 
-_STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
-_LANDINGS = _STAGING_BUFFERS + 1
+STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
+LANDINGS = STAGING_BUFFERS + 1
 
 Pair = tuple[list[ParamSpec], FlatLayout]  # a bucket, and where its parameters lie
 
@@ -106,11 +106,11 @@ class _BufferSizes:
 
     def by_tier(self, separate: bool) -> Iterator[tuple[Tier, int]]:
         """What they take."""
-        yield Tier.DEVICE, self.sent[0] * self.sent[1] + _LANDINGS * self.landed_nbytes
+        yield Tier.DEVICE, self.sent[0] * self.sent[1] + LANDINGS * self.landed_nbytes
         if self.fetched is not None:
             yield Tier.DEVICE, self.fetched[0] * self.fetched[1]
         if separate:
-            yield Tier.HOST, _LANDINGS * self.landed_nbytes
+            yield Tier.HOST, LANDINGS * self.landed_nbytes
             yield Tier.HOST, 0 if self.fetched is None else self.fetched[0] * self.fetched[1]
 
 
@@ -200,7 +200,7 @@ class Builder:
             if bucket[0].requires_grad and not (resting and send == self.gradient_dtype(bucket[0].dtype)):
                 sent.append(layout.numel * send.itemsize)
         limit = min(len(sent), 64)
-        sizes.sent = (max(sent, default=0), min(_STAGING_BUFFERS, limit), limit)
+        sizes.sent = (max(sent, default=0), min(STAGING_BUFFERS, limit), limit)
         if config.row.parameter is Placement.SHARDED and self.tiers.away(config.offload_param):
             nbytes = max(layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs)
             sizes.fetched = (nbytes, min(max(config.offload_param.buffer_count // 2, 2), len(pairs)), min(len(pairs), 64))
@@ -220,8 +220,8 @@ class Builder:
                 tiers.slots = BufferPool(self.ledger, count, nbytes, tiers.host_buffer, Tier.HOST)
         if sizes.landed_nbytes:
             nbytes = sizes.landed_nbytes
-            tiers.landings = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
-            tiers.arrivals = BufferPool(self.ledger, _LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
+            tiers.landings = BufferPool(self.ledger, LANDINGS, nbytes, tiers.device_buffer, Tier.DEVICE)
+            tiers.arrivals = BufferPool(self.ledger, LANDINGS, nbytes, tiers.host_buffer, Tier.HOST)
 
     def _check_room(self, pairs: list[Pair], sizes: _BufferSizes) -> None:
         """Raise on every rank where host memory or a disk is too small for some host's ranks (collective; B22, B23)."""
