@@ -159,7 +159,7 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
     [
         (["plan", "quickstart", "--lossy"], ["--lossy", "none without --auto"]),
         (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "no --offload option"]),
-        (["plan", "quickstart", "--ranks", "4", "--auto", "--mesh", "dp=4", "--global-batch", "6"], ["batch of 6 sequences", "the nearest: 4 or 8"]),
+        (["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"], ["batch of 6 sequences", "the nearest: 4 or 8"]),
         (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
         (["simulate", "quickstart", "--sweep", "ranks=2,x"], ["--sweep", "positive numbers", "'2,x'"]),
         (["simulate", "quickstart", "--mesh", "tp=2", "--sweep", "ranks=3"], ["--sweep", "multiples of pp x tp = 2", "the nearest: 2"]),

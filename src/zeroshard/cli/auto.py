@@ -11,10 +11,10 @@ from typing import Any
 from ..planner.plan import Plan
 from ..planner.plan_file import write_config
 from ..planner.profile import Profile
-from ..planner.request import Request
+from ..planner.request import Request, gib
 from ..planner.schedule import Layout
 from ..planner.search import Candidate, Found, search
-from ..planner.tables import Table, gib
+from ..planner.tables import Table
 
 CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
 

@@ -20,7 +20,7 @@ _SHARD = {  # options of zs.shard that have other names here
     "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
 }  # fmt: skip
 _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical",
-         "max_live_parameters", "prefetch_bucket_size", "delayed_update")  # fmt: skip
+         "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class PlanOptions:
     quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS)
     hierarchical: bool | None = _option(None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction)
     max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
+    max_unit_numel: int | None = _option(None, "split units of more elements at their children, as far as they have any", type=int)
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
     schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
     sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")

@@ -78,7 +78,8 @@ def _maker(request: Request) -> Any:
 
     def make(ranks: int, rows: int) -> Any:
         if ranks % model:
-            raise UsageError(f"--sweep: expected multiples of pp x tp = {model} ranks, got {ranks}; the nearest: {max(ranks // model, 1) * model}")
+            nearest = max(ranks // model, 1) * model
+            raise UsageError(f"--sweep: expected multiples of pp x tp = {model} ranks, got {ranks}; the nearest: {nearest}")
         return replace(request, axes={**request.axes, "dp": ranks // model}, rows=rows).traces()
 
     return make

@@ -57,7 +57,8 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     axis.stackplot(places, held, labels=labels, colors=[COLOURS.get(name, OTHER) for name in labels], step="post", alpha=0.9)
     capacity = request.hardware.device.memory_nbytes
     if capacity < 2 * peak:
-        axis.axhline(capacity / unit, color="black", lw=1.2, ls="--", label=f"{request.hardware.device.name}: {capacity / unit:,.4g} {unit_name}")
+        label = f"{request.hardware.device.name}: {capacity / unit:,.4g} {unit_name}"
+        axis.axhline(capacity / unit, color="black", lw=1.2, ls="--", label=label)
     _mark_phases(axis, moments)
     axis.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, None), ylabel=f"{unit_name} of rank {plan.rank}", xlabel="where the step is")
     axis.spines[["top", "right"]].set_visible(False)
@@ -73,7 +74,8 @@ def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:
         axis.axvline(first, color="black", lw=0.5, alpha=0.5)
         axis.annotate(phase, (first, 1), xycoords=("data", "axes fraction"), xytext=(3, 2), textcoords="offset points", fontsize=8)
     every = max(len(places) // 24, 1)
-    axis.set_xticks([place for place, _ in places[::every]], [moment.unit for _, moment in places[::every]], rotation=60, ha="right", fontsize=7)
+    names = [moment.unit for _, moment in places[::every]]
+    axis.set_xticks([place for place, _ in places[::every]], names, rotation=60, ha="right", fontsize=7)
 
 
 def write_page(

@@ -144,6 +144,14 @@ def _one_row(request: Request) -> Request | None:
     return replace(request, rows=1, micro_batches=request.rows * request.micro_batches) if request.rows > 2 else None
 
 
+def _split(request: Request) -> Request | None:
+    """Blocks gathered in parts: attention, and each map of the MLP, of 4 dim^2 elements and biases."""
+    hidden = request.source.shape.hidden
+    largest = 4 * hidden * (hidden + 2) if hidden else 0
+    fine = request.config.max_unit_numel is not None and request.config.max_unit_numel <= largest
+    return None if fine or not largest or request.config.stage != 3 else _with(request, max_unit_numel=largest)
+
+
 def _partition(request: Request) -> Request | None:
     """A part of each checkpoint on each rank of tp (Pa: ZeRO, arXiv 1910.02054, section 6.1)."""
     given = dict(request.checkpointing) if isinstance(request.checkpointing, Mapping) else {}
@@ -180,6 +188,7 @@ CHANGES = (
     _stage(1),
     _stage(2),
     _stage(3),
+    Change(_split, Tier.DEVICE, (GATHERED, STAGING, ACTIVATIONS)),  # of gradients on their way as well
     Change(_fewer_rows, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_one_row, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_checkpoint, Tier.DEVICE, (ACTIVATIONS,)),
@@ -231,7 +240,8 @@ def cost(before: Request, plans: Sequence[Plan], after: Request, changed: Sequen
     for where, ways in _COPIES.items():
         moved = [sum(plan.trace.total(way) for way in ways) for plan in (old, new)]
         if moved[1] > _LOADED * moved[0]:
-            said.append(f"moves {moved[1] / 1e9:,.3g} GB to and from the {where} a step" + (f", not {moved[0] / 1e9:,.3g}" if moved[0] else ""))
+            instead = f", not {moved[0] / 1e9:,.3g}" if moved[0] else ""
+            said.append(f"moves {moved[1] / 1e9:,.3g} GB to and from the {where} a step{instead}")
     if new.peak(Tier.HOST) > old.peak(Tier.HOST):
         said.append(f"takes {gib(new.peak(Tier.HOST))} GiB of host memory a rank")
     if after.ranks > before.ranks:

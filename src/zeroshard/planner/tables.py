@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..config import Tier
 from .plan import PHASES, Plan
-from .request import Request, Verdict, gib
+from .request import Request, Verdict
 from .trace import Resource, Task
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -110,7 +110,8 @@ def activations(plan: Plan) -> Table:
 def headline(request: Request, verdict: Verdict) -> str:
     """All that matters on one line."""
     plan, config = verdict.plan, request.config
-    mesh = f" ({', '.join(f'{axis}={size}' for axis, size in request.axes.items() if size > 1)})" if request.ranks > request.axes["dp"] else ""
+    axes = ", ".join(f"{axis}={size}" for axis, size in request.axes.items() if size > 1)
+    mesh = f" ({axes})" if request.ranks > request.axes["dp"] else ""
     batch = f"{request.micro_batches} x {request.rows} x {request.seq:,} tokens"
     return (
         f"{plan.model} ({count(plan.num_parameters)} parameters) on {request.ranks:,} {request.hardware.name}{mesh}, stage "
