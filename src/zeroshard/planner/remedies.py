@@ -188,7 +188,7 @@ CHANGES = (
     _stage(1),
     _stage(2),
     _stage(3),
-    Change(_split, Tier.DEVICE, (GATHERED, STAGING, ACTIVATIONS)),  # of gradients on their way as well
+    Change(_split, Tier.DEVICE, (GATHERED, STAGING)),
     Change(_fewer_rows, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_one_row, Tier.DEVICE, (ACTIVATIONS,)),
     Change(_checkpoint, Tier.DEVICE, (ACTIVATIONS,)),
