@@ -467,7 +467,7 @@ class Config:
             planned = read_plan(config)["shard"]
             return cls.build(None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}})
         if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"config: expected a zs.Config, or the path of a plan, got {type(config).__name__}. Give options by name: stage=3.")
+            raise ConfigError(f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3, or the path of a plan.")
         if preset is not None and preset not in list(PRESETS):
             raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}")
         known = {"preset"} | {f.name for f in dataclasses.fields(cls)}

@@ -1,6 +1,5 @@
 """Hardware files, and how long single tasks take."""
 
-import tomllib
 from dataclasses import replace
 
 import pytest
@@ -34,7 +33,7 @@ def test_every_number_has_a_source(name):
     if "all" in source:
         return
     others = Hardware.named(source["others"].split(" ")[1]).source if "others" in source else {}
-    table = tomllib.loads(module._FILE.read_text())[name]
+    table = module._tables()[name]
     numbers = [key for key in table if key not in ("device", "links", "source", "separate", "shared_cores")]
     numbers += [key for key in table["device"] if key != "name"] + list(table["links"])
     of_node = {"devices_per_node", "host_memory_nbytes", "disk_nbytes", "memory_nbytes"}
@@ -108,10 +107,16 @@ def test_unknown_names_get_the_nearest():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda t: t.replace("devices_per_node", "devices_a_node"), "unknown key 'devices_a_node'.*Did you mean 'devices_per_node'"),
+        (
+            lambda t: t.replace("devices_per_node", "devices_a_node"),
+            "unknown key 'devices_a_node'.*Did you mean 'devices_per_node'",
+        ),
         (lambda t: t.replace("host_step_rate = 1.0\n", ""), "no 'host_step_rate'"),
         (lambda t: t.replace("host_step_rate = 1.0", "host_step_rate = -1"), "host_step_rate: expected a number above 0, got -1"),
-        (lambda t: t.replace("host_step_rate = 1.0", 'host_step_rate = "1"'), "host_step_rate: expected a number above 0, got '1'"),
+        (
+            lambda t: t.replace("host_step_rate = 1.0", 'host_step_rate = "1"'),
+            "host_step_rate: expected a number above 0, got '1'",
+        ),
         (lambda t: t.replace("fp32 = 1.0", "fp32 = 0"), "device: peak_flops.fp32: expected a number above 0, got 0"),
         (lambda t: t.replace("[links.read]", "[links.reed]"), "links: expected some of .*got 'reed'. Did you mean 'read'"),
         (lambda t: t.replace("fraction = [1.0]", "fraction = [1.5]"), "fractions above 0 and up to 1"),
@@ -138,4 +143,6 @@ def test_a_link_of_a_rank_alone_is_not_slower_than_that_of_many():
             rates = [link.rate(n, hardware.devices_per_node) for n in range(1, hardware.devices_per_node + 1)]
             assert rates == sorted(rates, reverse=True)
             assert rates[-1] == link.bandwidth
-    assert seconds(move("read", 16e9, resource=READ), Hardware.named("v100-32gb"), Trace(node_size=16)) == pytest.approx(10, rel=1e-3)
+    assert seconds(move("read", 16e9, resource=READ), Hardware.named("v100-32gb"), Trace(node_size=16)) == pytest.approx(
+        10, rel=1e-3
+    )

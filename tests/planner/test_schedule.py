@@ -11,8 +11,10 @@ from zeroshard.bench.case_studies import formula, micro_batch_of
 from zeroshard.bench.volumes import rows
 from zeroshard.comm.fake import FakeComm
 from zeroshard.config import Tier
+from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
+from zeroshard.planner.dry_run import plan
 from zeroshard.planner.profile import Profile, UnitProfile
 from zeroshard.planner.schedule import Layout, memory_of, trace_of
 from zeroshard.planner.trace import Resource
@@ -110,3 +112,43 @@ def test_meshes_hold_and_send_what_the_case_studies_do(study):
         found = {axis: sum(sum(t.nbytes.values()) for t in traces[stage].tasks if t.axis == axis and len(t.nbytes) and not set(t.nbytes) & {
             Resource.DEVICE, Resource.HOST}) for axis in theory.sent}
         assert found == {axis: pytest.approx(nbytes, rel=1e-6) for axis, nbytes in theory.sent.items()}
+
+
+@pytest.mark.parametrize("layout", [
+    Layout(dp=8, stage=1, micro_batch=4),
+    Layout(dp=8, stage=3, micro_batch=4, checkpointing="blocks"),
+    Layout(dp=8, stage=2, micro_batch=4, optimizer=Tier.HOST, gradient=Tier.HOST, precision="fp32"),
+    Layout(dp=8, stage=3, micro_batch=4, optimizer=Tier.DISK, gradient=Tier.DISK, parameter=Tier.DISK),
+    Layout(dp=2, pp=2, tp=2, stage=1, micro_batch=2, micro_batches=4, checkpointing="blocks"),
+], ids=str)  # fmt: skip
+def test_a_dry_run_comes_to_the_same(layout, tmp_path):
+    """Peaks with activations, bytes of each link and flops of a step; formulas take each category at its own fullest moment."""
+    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256)
+    axes = {"axes": layout.mesh, "parallel": {"loss_parallel": True}} if layout.tp > 1 else {"ranks": layout.dp}
+    found = plan(
+        lambda: GPT(shape), batch=(layout.micro_batch, shape.seq_len), micro_batches=layout.micro_batches, node_size=8,
+        checkpointing=layout.checkpointing == "blocks", **axes, **layout.options(str(tmp_path)),
+    )  # fmt: skip
+    profile = Profile.of_shape(shape)
+    held, trace = memory_of(profile, layout), trace_of(profile, layout)[0]
+    for tier in Tier:
+        peak = found.peak(tier, ("forward", "backward", "step"))
+        assert sum(held[tier].values()) == pytest.approx(peak, rel=0.1), tier
+    for resource in set(Resource) - {Resource.DEVICE, Resource.HOST}:
+        assert trace.total(resource) == pytest.approx(found.trace.total(resource), rel=0.01), resource
+    assert sum(t.flops for t in trace.tasks) == pytest.approx(sum(t.flops for t in found.trace.tasks), rel=0.03)
+    assert trace.model_flops == pytest.approx(found.trace.model_flops, rel=1e-3)
+
+
+def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
+    options = {"ranks": 4, "stage": 3, "precision": "bf16", "batch": (2, 32), "node_size": 4}
+    dry, again = plan(lambda: GPT(SHAPE), **options), plan(lambda: GPT(SHAPE), **options, checkpointing=True)
+    found, known = Profile.of_plan(dry, 32, again), Profile.of_shape(SHAPE)
+    assert [unit.name for unit in found.blocks] == [unit.name for unit in known.blocks]
+    assert found.numel == pytest.approx(known.numel, rel=0.01) and found.flops == pytest.approx(known.flops, rel=0.01)
+    for checkpointing in ("none", "blocks"):
+        layout = Layout(dp=4, stage=3, micro_batch=2, checkpointing=checkpointing)
+        ours, theirs = (sum(memory_of(each, layout)[Tier.DEVICE].values()) for each in (found, known))
+        assert ours == pytest.approx(theirs, rel=0.1)
+    with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
+        Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)

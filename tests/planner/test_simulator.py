@@ -10,8 +10,8 @@ from zeroshard.planner.simulator import simulate
 from zeroshard.planner.trace import Resource, Task, Trace
 
 GATHERS = trace(
-    move("gather 1", 2), move("gather 2", 3), compute("forward 1", 4, [0]), move("gather 3", 3, [2]), compute("forward 2", 4, [1, 2]),
-    compute("forward 3", 1, [3, 4]), model_flops=20e12, tokens=50, axes={"dp": 4},
+    move("gather 1", 2), move("gather 2", 3), compute("forward 1", 4, [0]), move("gather 3", 3, [2]),
+    compute("forward 2", 4, [1, 2]), compute("forward 3", 1, [3, 4]), model_flops=20e12, tokens=50, axes={"dp": 4},
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_gathers_overlap_with_computation():
 def test_the_critical_path_adds_up_and_names_what_bounds():
     result = simulate(GATHERS, UNIT)
     assert result.critical == {DEVICE: 9, INSIDE: 2}
-    assert "bound by computation: 82% of the step, 82% by 'forward'; 2e+03 ms (18%)" in result.bound
+    assert "bound by computation: 82% of the step, 82% by 'forward'; 2000 ms (18%)" in result.bound
     slow = simulate(GATHERS, UNIT, utilisation=0.25)
     assert sum(slow.critical.values()) == slow.step_s
     assert "bound by links inside nodes" in slow.bound
@@ -46,7 +46,9 @@ def test_latency_from_outside_counts_hops_of_a_tree_and_no_disks():
 
 def test_a_resource_serves_tasks_in_the_order_in_which_they_can_begin():
     """A gather that waits for its shard from disk holds up nobody; the reduction that can begin with another is behind it."""
-    result = simulate(trace(move("read", 5, resource=READ), move("gather", 1, [0]), move("reduce 2", 6), move("reduce 1", 1)), UNIT)
+    result = simulate(
+        trace(move("read", 5, resource=READ), move("gather", 1, [0]), move("reduce 2", 6), move("reduce 1", 1)), UNIT
+    )
     assert spans(result) == [(0, 5), (7, 8), (0, 6), (6, 7)]
 
 

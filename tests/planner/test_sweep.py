@@ -20,7 +20,9 @@ OVERLAPPED = trace(move("gather 1", 2), compute("forward 1", 4, [0]), move("gath
 def reduced(ranks, micro_batch):
     """A second of computation for each sequence, then an exchange that takes a second for every 100 ranks."""
     work = compute("forward", float(micro_batch))
-    return trace(work, move("reduce", ranks / 100, [0]), model_flops=1e12 * micro_batch, tokens=10 * micro_batch, axes={"dp": ranks})
+    return trace(
+        work, move("reduce", ranks / 100, [0]), model_flops=1e12 * micro_batch, tokens=10 * micro_batch, axes={"dp": ranks}
+    )
 
 
 def fixed_batch(ranks, micro_batch):

@@ -5,8 +5,9 @@
 
 Local ranks measure at the same time, as they share cores, memory and disks: products of matrices of several sizes (the efficiency
 curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
-reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by itself,
-so that none is hidden behind another: the file says so (`shared_cores`).
+reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
+itself, so that none is hidden behind another: the file says so (`shared_cores`). What a rank computes is timed by its processor
+time, times the ranks that share a core, as other programs should not count; what it does with others by the clock.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ..io.swap_folder import SwapFolder
 from ..launch import run_processes
 from ..measure.probe import Rehearsal, step_rate
 from ..memory.host_memory import available_nbytes, keep_freed_memory
+from ..optim.cpu_kernels import visible_cores
 from ..planner.hardware import Curve, Device, Hardware, Link
 from ..planner.trace import Resource
 from ..zero.runtime import runtime_of
@@ -56,7 +58,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Found:
-    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s, of one direction; rates in parameters/s."""
+    """By one rank. flops: flops/s by dtype, in the order of sides; bandwidths in bytes/s; stepped: parameters/s."""
 
     flops: dict[str, list[float]]
     launch_s: float
@@ -122,6 +124,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     for resource, phase in ((Resource.READ, "read"), (Resource.WRITE, "write")) if path is not None else ():
         links[resource] = Link(bandwidth([each.bursts[phase] for each in found]) / ranks, 0.0)
     memory = available_nbytes() or 0
+    shape = "fp32, square matrices, forward and both gradients"
     measured = f"zeroshard bench --calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
     device = Device(
         name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
@@ -132,7 +135,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
         disk_nbytes=shutil.disk_usage(path).free if path is not None else 0, host_step_rate=sum(each.stepped for each in found),
         host_memory_bandwidth=mean["copied"] * ranks, separate=False, shared_cores=True,
-        source={"all": measured, "memory": "what was free at that time", "efficiency": "fp32, square matrices, forward and both gradients"},
+        source={"all": measured, "memory": "what was free at that time", "efficiency": shape},
     )  # fmt: skip
 
 
@@ -177,8 +180,10 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
     comm.exchange(b"", "calibrate: turn")
     samples, begin = [], time.perf_counter()
     while not samples or time.perf_counter() - begin < turn_s:
-        samples.append(seconds(action))
-    return median(samples)
+        started = time.process_time()
+        action()
+        samples.append(time.process_time() - started)
+    return median(samples) * max(1.0, comm.world_size / visible_cores())
 
 
 def _product(comm: Comm, side: int, dtype: torch.dtype, turn_s: float) -> float:

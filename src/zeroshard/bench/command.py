@@ -8,7 +8,7 @@
     zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
     zeroshard bench --sections host              the micro-benchmarks only
-    zeroshard bench --calibrate                  nothing of these: a hardware file of this machine, for zeroshard plan and simulate
+    zeroshard bench --calibrate                  nothing of these: a hardware file of this machine for zeroshard plan
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
 disagree or a contender that was started failed; a missed goal is reported, not an error.
@@ -33,7 +33,20 @@ import torch
 from ..cli.arguments import Parser, UsageError
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
-from . import calibrate, checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
+from . import (
+    calibrate,
+    checkpoints,
+    codecs,
+    cpu_adam,
+    disk,
+    gpu,
+    host_overhead,
+    network,
+    parallel,
+    plot,
+    report,
+    statistics,
+)
 from .micro_benchmark import Unmeasured, apart
 from .plan import (
     CONTENDERS,

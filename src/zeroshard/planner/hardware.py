@@ -1,11 +1,11 @@
-"""Hardware: what devices, links, hosts and disks can do, from `hardware.toml` or a file of the same form, and how long a task takes.
+"""Hardware: what devices, links, hosts and disks can do, from `hardware.toml` or a file like it, and how long a task takes.
 
 Words: a *device* computes, on a CPU it is the cores of one rank. A *link* is what one device has of a way for bytes while all
 devices of its node use it. *Fraction*: what kernels achieve of the device's peak.
 
-    a file:  name, devices_per_node, ...      [device]  [device.peak_flops]  [device.efficiency]      [links.inside] ...      [source]
+    a file:  name, devices_per_node, ...    [device]  [device.peak_flops]  [device.efficiency]    [links.inside] ...    [source]
 
-Each number of `hardware.toml` has a line in `source` of the same table; `zeroshard bench --calibrate` writes such a file for a machine.
+Each number of `hardware.toml` has a line in `source` of its table; `zeroshard bench --calibrate` writes a machine's own file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from
 class Curve:
     """The fraction of the peak that a kernel achieves, by its floating-point operations: small matrices fill no device.
 
-    flops: of one kernel, ascending; of a task its average over kernels with flops (`Task.products`), or over all. fraction: there.
+    flops: of one kernel, ascending; of a task the mean of kernels with flops (`Task.products`), or of all. fraction: there.
     Between two points it follows the logarithm of flops, beyond the ends it stays.
     """
 
@@ -43,7 +43,9 @@ class Curve:
         if not self.flops or len(self.flops) != len(self.fraction) or list(self.flops) != sorted(set(self.flops)):
             raise ConfigError(f"efficiency: expected as many fractions as ascending flops, got {self.fraction} at {self.flops}")
         if self.flops[0] <= 0 or not all(0 < each <= 1 for each in self.fraction):
-            raise ConfigError(f"efficiency: expected flops above 0 and fractions above 0 and up to 1, got {self.fraction} at {self.flops}")
+            raise ConfigError(
+                f"efficiency: expected flops above 0 and fractions above 0 and up to 1, got {self.fraction} at {self.flops}"
+            )
 
     def at(self, flops: float) -> float:
         """Of a kernel of so many."""
@@ -73,7 +75,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """memory_bandwidth: bytes/s. peak_flops: flops/s by dtype ("fp32", "bf16", "fp16"), dense. kernel_latency_s: of each launch."""
+    """memory_bandwidth: bytes/s. peak_flops: flops/s by dtype ("fp32", "bf16", "fp16"), dense. kernel_latency_s: of a launch."""
 
     name: str
     memory_nbytes: int
@@ -120,7 +122,7 @@ class Hardware:
             return Hardware.load(name)
         if name not in NAMES:
             raise ConfigError(
-                f"device: expected one of {', '.join(NAMES)}, or the path of a .toml file, got {name!r}.{did_you_mean(name, NAMES)}"
+                f"device: expected one of {', '.join(NAMES)}, or a file .toml, got {name!r}.{did_you_mean(name, NAMES)}"
             )
         return _of_table({"name": name} | _tables()[name], f"{_FILE.name}: {name}")
 
@@ -139,8 +141,10 @@ class Hardware:
         """Raises ConfigError where there is none."""
         if resource not in self.links:
             known = ", ".join(each.value for each in self.links)
-            raise ConfigError(f"{self.name}: a task needs the link {resource.value!r}, of which there is none (known: {known}). Add it "
-                              f"to a file of your own, which Hardware.load reads.")  # fmt: skip
+            raise ConfigError(
+                f"{self.name}: a task needs the link {resource.value!r}, of which there is none (known: {known}). Add it to "
+                "a file of your own, which Hardware.load reads."
+            )
         return self.links[resource]
 
     def lane(self, resource: Resource) -> Resource:
@@ -151,8 +155,8 @@ class Hardware:
 def seconds(task: Task, hardware: Hardware, trace: Trace, utilisation: float = 1.0, latency: float | None = None) -> float:
     """How long a task takes once it has all its resources.
 
-    It is the slowest of its resources, or their sum where they are the same cores. utilisation: the share of each link's bandwidth
-    that is achieved. latency: seconds of a hop between ranks in place of the hardware's.
+    It is the slowest of its resources, or their sum where they are the same cores. utilisation: the share of each link's
+    bandwidth that is achieved. latency: seconds of a hop between ranks in place of the hardware's.
     """
     times = resource_seconds(task, hardware, trace, utilisation, latency)
     if not hardware.shared_cores:
@@ -178,13 +182,15 @@ def resource_seconds(
             link = hardware.link(resource)
             hop = link.latency_s if latency is None or resource not in NETWORK else latency
             moved = _crossing(task, resource, nbytes)
-            times[resource] = moved / (link.rate(ranks, hardware.devices_per_node) * utilisation) + hop * _hops(task) * (nbytes > 0)
+            times[resource] = moved / (link.rate(ranks, hardware.devices_per_node) * utilisation) + hop * _hops(task) * (
+                nbytes > 0
+            )
     return times
 
 
 def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
-    """Of one kernel: its arithmetic or its memory, whichever is slower (the roofline). Of many, which run one after the other: that of
-    those with flops, and the memory of the others. And of launches."""
+    """Of one kernel: its arithmetic or its memory, whichever is slower (the roofline). Of many, which run one after the other:
+    the arithmetic of those with flops and the memory of the others. Launches come on top."""
     launches = task.kernels * device.kernel_latency_s
     memory = nbytes / device.memory_bandwidth
     if not task.flops:
@@ -194,17 +200,17 @@ def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
 
 
 def _hops(task: Task) -> int:
-    """Messages one after the other: the depth of a tree. NCCL takes trees or its logarithmic algorithm (PAT) for what is small, and
-    for what is large, which goes around a ring, latency is hidden behind the bytes of other chunks."""
+    """Messages one after the other: the depth of a tree. NCCL takes trees or its logarithmic algorithm (PAT) for what is small;
+    of what is large and goes around a ring, latency is hidden behind the bytes of other chunks."""
     return max(1, math.ceil(math.log2(max(1, task.peers))))
 
 
 def _crossing(task: Task, resource: Resource, nbytes: float) -> float:
     """Bytes that one device's link carries.
 
-    A trace counts what a rank sends if it sends to each peer by itself. Gathers and reductions of n ranks, r of them on a node, go
-    around rings instead: what comes to a node comes once, over the links of all r, and is passed on inside. In an exchange of
-    different bytes with every peer (`Task.distinct`) nothing can be passed on.
+    A trace counts what a rank sends if it sends to each peer by itself. Gathers and reductions of n ranks, r of them on a node,
+    go around rings instead: what comes to a node comes once, over the links of all r, and is passed on inside. In an exchange
+    of different bytes with every peer (`Task.distinct`) nothing can be passed on.
     """
     inside, between = task.nbytes.get(Resource.INSIDE, 0.0), task.nbytes.get(Resource.BETWEEN, 0.0)
     if resource not in NETWORK or task.distinct or not (inside and between):

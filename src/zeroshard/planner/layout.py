@@ -34,7 +34,8 @@ class Layout:
     micro_batch: sequences of one forward of one rank. micro_batches: of a step. hold: zs.accumulate around all but the last, as in
         zs.parallelize; else each is reduced.
     checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
-    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config. node_size: ranks of a node.
+    shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
+    node_size: ranks of a node.
     hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
     separate: the device has a memory of its own. stops_early: a repeated forward ends where backward has all that it needs, as torch's
@@ -99,6 +100,11 @@ class Layout:
         """fp32 copies are stepped: of lower precisions, and where who steps has no values within reach (zero/shard_model.py)."""
         steps_on_host, away = self.optimizer is not Tier.DEVICE, rests_away(self.parameter, self.separate)
         return self.precision != "fp32" or ((self.separate and self.parameter is Tier.DEVICE) if steps_on_host else away)
+
+    @property
+    def steps_on(self) -> Resource:
+        """What computes the optimizer's step. On ranks that are cores of a host it is these, wherever states rest."""
+        return Resource.DEVICE if self.optimizer is Tier.DEVICE or not self.separate else Resource.HOST
 
     @property
     def held(self) -> bool:

@@ -68,7 +68,7 @@ def in_flight(layout: Layout, stage: int) -> int:
 def activations(
     profile: Profile, pp: int, stage: int, itemsize: int, tp: int, checkpointing: str
 ) -> tuple[tuple[float, float], float]:  # fmt: skip
-    """Bytes a token of a stage: ((kept on the device, on the host) of a micro-batch, what comes and goes in backward, at its fullest)."""
+    """Bytes a token of a stage: ((kept on the device, on the host) of a micro-batch, what comes and goes in backward at its fullest)."""
     device = host = working = 0.0
     boundary = 0
     for unit in profile.stages(pp)[stage]:

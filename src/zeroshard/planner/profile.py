@@ -223,8 +223,8 @@ class Profile:
     def of_plan(cls, plan: Plan, seq: int, checkpointed: Plan | None = None) -> Profile:
         """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
-        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then keep;
-        without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
+        seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
+        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
         elements are those of whole buffers, padding counted.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
@@ -237,8 +237,8 @@ class Profile:
             if not task.unit:
                 continue
             numels.setdefault(task.unit, 0)
-            name = task.name.removeprefix("reduce ").partition(" (")[0]
-            if name != task.name and task.axis == "dp" and task.phase == "backward":
+            if task.name.startswith("reduce ") and task.phase == "backward":
+                name = task.name.removeprefix("reduce ").partition(" (torch.")[0]
                 numels[name] = numels.get(name, 0) + sum(task.nbytes.values()) * task.peers / (task.peers - 1) / plan.micro_batches
             if task.phase == "forward" and Resource.DEVICE in task.nbytes:
                 flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches

@@ -306,7 +306,7 @@ class Stage:
             numel = sum(volumes.shards) if self.row.optimizer is Placement.SHARDED else volumes.numel
             states = numel * self._state_itemsize
             own = numel * (lay.gradient_itemsize + lay.itemsize * (1 if lay.precision != "fp32" else 2))
-            moved = 2 * states + own + _STEP_NBYTES * numel if lay.optimizer is Tier.DEVICE else states + own
+            moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
             if lay.optimizer is Tier.DEVICE:
                 work = {Resource.DEVICE: moved}
                 number = self._add(f"step {home.name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=home.name)
@@ -335,7 +335,7 @@ class Stage:
                 nbytes = states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)
                 read = (self._add(f"read states {home.name}", "step", {Resource.READ: nbytes}, (*begin, *steps[-2:-1]), unit=home.name),)
             after += read
-        number = self._add(f"step {home.name}", "step", {Resource.HOST: moved}, tuple(after), numel=numel, unit=home.name)
+        number = self._add(f"step {home.name}", "step", {lay.steps_on: moved}, tuple(after), numel=numel, unit=home.name)
         if lay.optimizer is Tier.DISK:
             self._add(f"write states {home.name}", "step", {Resource.WRITE: states}, (number,), unit=home.name)
         if lay.parameter is Tier.DISK:

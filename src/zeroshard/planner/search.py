@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What `search` found. considered: how many layouts there were ("layouts"), fitted ("fit"), were simulated, were refused by `verify`.
+    """What `search` found. considered: how many layouts there were ("layouts"), fitted ("fit"), were simulated, verified, refused.
 
     runner_up: the fastest of another kind than `best`: another stage, mesh, tier or way to keep activations.
     """
@@ -182,7 +182,8 @@ def _variants(
     several = dp > inside and dp % inside == 0 and inside > 1
     for stage, choices in _TIERS.items():
         for tiers in choices:
-            if (dp == 1 and stage and all(tier is Tier.DEVICE for tier in tiers)) or (Tier.HOST in tiers[::2] and not hardware.separate):
+            plain = all(tier is Tier.DEVICE for tier in tiers)
+            if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
                 continue
             states = dict(zip(("stage", "optimizer", "gradient", "parameter"), (stage, *tiers), strict=True))
             extras = _between_nodes(stage, several, inside, lossy)
@@ -211,7 +212,8 @@ def _limits(hardware: Hardware, devices: int, margin: float) -> dict[Tier, float
     """Bytes of each tier that one rank may take."""
     ranks = min(hardware.devices_per_node, devices)
     own = (hardware.device.memory_nbytes - hardware.overhead_nbytes) * (1 - margin)
-    return {Tier.DEVICE: own, Tier.HOST: hardware.host_memory_nbytes * (1 - margin) / ranks, Tier.DISK: hardware.disk_nbytes * (1 - margin) / ranks}
+    shared = {Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
+    return {Tier.DEVICE: own} | {tier: nbytes * (1 - margin) / ranks for tier, nbytes in shared.items()}
 
 
 def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> float:
@@ -280,7 +282,7 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     states = own if row.optimizer is Placement.SHARDED else whole
     itemsize = lay.state_itemsize + 4 * lay.has_masters
     moved = states * (2 * itemsize + lay.gradient_itemsize + lay.itemsize)
-    tail = max(seconds({Resource.DEVICE if lay.optimizer is Tier.DEVICE else Resource.HOST: moved}, numel=states).values())
+    tail = max(seconds({lay.steps_on: moved}, numel=states).values())
     if lay.optimizer is Tier.DISK:
         tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
     if not sharded and row.optimizer is Placement.SHARDED:
@@ -327,7 +329,12 @@ def _simulated(profile: Profile, hardware: Hardware, fitting: list[tuple[float, 
         best = fastest.step_s
         second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
     best = min(each.step_s for each in found)
-    return sorted(found, key=lambda each: (each.step_s > best * _EQUAL, _plainness(each.layout) if each.step_s <= best * _EQUAL else (), each.step_s))
+
+    def order(each: Candidate) -> tuple:
+        equal = each.step_s <= best * _EQUAL
+        return not equal, _plainness(each.layout) if equal else (), each.step_s
+
+    return sorted(found, key=order)
 
 
 def _kind(layout: Layout) -> tuple:
@@ -372,7 +379,8 @@ def _gb(nbytes: float) -> str:
 def _reason(profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]) -> str:
     """Why it is this one: what plainer ones lack, and what the runner-up costs."""
     layout = best.layout
-    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {_gb(limits[Tier.DEVICE])} that a device has for it, {best.step_s:.3g} s a step."]
+    room = _gb(limits[Tier.DEVICE])
+    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {best.step_s:.3g} s a step."]
     lower = _without(layout)
     if lower is not None:
         needed = max(sum(memory_of(profile, lower, stage)[Tier.DEVICE].values()) for stage in {0, layout.pp - 1})

@@ -1,13 +1,16 @@
 """The simulator: when each task of a step begins and ends, what bounds the step, and what is not hidden.
 
-    device    | forward 1 | forward 2 |              | forward 3 |        a task is startable when all it waits for (`after`) is over
-    inside    | gather 2 |  gather 3                 |                    and its message has come (`channel`); it begins when those
-                            ^ begins after gather 2  ^ exposed            that were startable before it have left its resources
+    device    | forward 1 | forward 2 |              | forward 3 |
+    inside    | gather 2 |  gather 3                 |
+                            ^ begins after gather 2  ^ exposed
+
+A task is startable when all it waits for (`after`) is over and its message has come (`channel`); it begins when those that were
+startable before it have left its resources.
 
 Each resource serves tasks in the order in which they become startable, and at the same moment in the trace's. Order within a
 stream is among what tasks wait for (a trace says it by `after`); across streams a task that still waits holds up nobody: the sum
 that ends a reduction is started early, waits for its bytes, and computation goes on. Not modelled is that NCCL runs collectives
-of one group as they were started. A trace, of one stage of a pipeline, has its resources to itself. Tasks in a circle never begin.
+of one group as they were started. A trace, of one stage of a pipeline, has its resources to itself.
 
 The k-th receive on a channel, a task without resources, ends with the k-th send on it by another trace.
 """
@@ -60,11 +63,11 @@ class Simulation:
             return "an empty step"
         resource = max(self.critical, key=self.critical.__getitem__)
         kinds = {kind: s for (of, kind), s in self.waits.items() if of is resource}
-        share = round(100 * self.critical[resource] / self.step_s)
         most = max(kinds, key=kinds.__getitem__)
+        all_of_it, by_most, exposed = (s / self.step_s for s in (self.critical[resource], kinds[most], self.exposed_s))
         return (
-            f"bound by {SAYS[resource]}: {share}% of the step, {round(100 * kinds[most] / self.step_s)}% by {most!r}; "
-            f"{1e3 * self.exposed_s:.3g} ms ({round(100 * self.exposed_s / self.step_s)}%) of communication and copies are not hidden"
+            f"bound by {SAYS[resource]}: {all_of_it:.0%} of the step, {by_most:.0%} by {most!r}; "
+            f"{1e3 * self.exposed_s:.4g} ms ({exposed:.0%}) of communication and copies are not hidden"
         )
 
 
@@ -155,8 +158,10 @@ def _graph(traces: Sequence[Trace], hardware: Hardware) -> _Graph:
     for channel, number in receives:
         if taken[channel] == len(sends[channel]):
             name, stage = graph.tasks[number].name, graph.places[number][0]
-            raise ConfigError(f"{name!r} of trace {stage} waits for a message on channel {channel!r} that nobody sends. Simulate the "
-                              "traces of all stages together.")  # fmt: skip
+            raise ConfigError(
+                f"{name!r} of trace {stage} waits for a message on channel {channel!r} that nobody sends. Simulate the "
+                "traces of all stages together."
+            )
         graph.before[number].append(sends[channel][taken[channel]])
         taken[channel] += 1
     return graph

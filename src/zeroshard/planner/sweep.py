@@ -22,14 +22,16 @@ from .trace import Trace
 if TYPE_CHECKING:
     from rich.table import Table
 
-Maker = Callable[[int, int], Trace | Sequence[Trace]]  # (ranks, micro-batch) -> the trace of one rank, or of one rank of each stage
+Maker = Callable[
+    [int, int], Trace | Sequence[Trace]
+]  # (ranks, micro-batch) -> the trace of one rank, or of one rank of each stage
 HALF = 0.5
 _US = 1e6
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same along a curve. micro_batch: sequences of a rank at a time; latency_s: of a hop, None: the hardware's."""
+    """What stays the same along a curve. micro_batch: sequences of a rank; latency_s: of a hop, None: the hardware's."""
 
     micro_batch: int
     utilisation: float
@@ -91,14 +93,25 @@ class Sweep:
         from rich.table import Table
 
         table = Table(title=f"a step on {self.hardware.name}", caption="\n".join(map(str, self.limits)), caption_justify="left")
-        for name in ("ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency"):
+        for name in (
+            "ranks",
+            "micro-batch",
+            "bandwidth",
+            "latency",
+            "step",
+            "TFLOPS a device",
+            "tokens/s",
+            "speed-up",
+            "efficiency",
+        ):
             table.add_column(name, justify="right")
         for row in self.rows:
             s = row.setting
+            latency = "" if s.latency_s is None else f"{_US * s.latency_s:g} us"
             table.add_row(
-                f"{row.ranks:,}", str(s.micro_batch), f"{100 * s.utilisation:g}%", "" if s.latency_s is None else f"{_US * s.latency_s:g} us",
-                f"{1e3 * row.step_s:,.4g} ms", f"{row.tflops:.4g}", f"{row.tokens_per_s:,.0f}", f"{row.speedup:.4g} of {row.ideal:.4g}",
-                f"{100 * row.efficiency:.0f}%", end_section=row is self.curves[s][-1],
+                f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency,
+                f"{1e3 * row.step_s:,.5g} ms", f"{row.tflops:.4g}", f"{row.tokens_per_s:,.0f}",
+                f"{row.speedup:,.4g} of {row.ideal:,.4g}", f"{row.efficiency:.0%}", end_section=row is self.curves[s][-1],
             )  # fmt: skip
         return table
 
@@ -119,7 +132,9 @@ class Sweep:
             for row in rows:
                 if row.ranks == limit.ranks:
                     left.plot([row.ranks], [row.throughput / 1e12], marker="x", ms=11, mew=2, color=line.get_color())
-        left.set(xscale="log", yscale="log", xlabel="ranks", ylabel="TFLOPS of all ranks (dotted: ideal; x: the gain is cancelled)")
+        left.set(
+            xscale="log", yscale="log", xlabel="ranks", ylabel="TFLOPS of all ranks (dotted: ideal; x: the gain is cancelled)"
+        )
         right.set(xscale="log", ylim=(0, None), xlabel="ranks", ylabel="TFLOPS a device")
         ticks = sorted({row.ranks for row in self.rows})
         for axis in (left, right):
@@ -138,8 +153,8 @@ def sweep(
 ) -> Sweep:  # fmt: skip
     """Simulate each of ranks x micro-batch x utilisation x latency.
 
-    make: gives the traces for so many ranks and such a micro-batch; it is called once for each pair. Raises ConfigError for an empty
-    list or a number below 1.
+    make: gives the traces for so many ranks and such a micro-batch; it is called once for each pair. Raises ConfigError for an
+    empty list or a number below 1.
     """
     ranks, micro_batches = sorted(set(ranks)), sorted(set(micro_batches))
     utilisations, latencies = tuple(utilisations), tuple(latencies_s)
@@ -172,4 +187,6 @@ def _limit(setting: Setting, rows: Sequence[Row]) -> Limit:
             return Limit(setting, row.ranks, f"{row.ranks:,} ranks do no more than {before.ranks:,}; {cause}")
         if row.efficiency < HALF:
             return Limit(setting, row.ranks, f"{row.ranks:,} ranks do {100 * row.efficiency:.0f}% of the ideal; {cause}")
-    return Limit(setting, None, f"up to {rows[-1].ranks:,} ranks communication does not cancel the gain ({100 * rows[-1].efficiency:.0f}%)")
+    return Limit(
+        setting, None, f"up to {rows[-1].ranks:,} ranks communication does not cancel the gain ({100 * rows[-1].efficiency:.0f}%)"
+    )

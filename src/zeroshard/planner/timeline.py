@@ -1,7 +1,7 @@
 """The timeline of a simulated step: a Chrome trace (chrome://tracing, ui.perfetto.dev) and a picture.
 
-    stage 0  computation         | forward | forward |   | backward |        a lane for each resource of each trace; colours by
-             links inside nodes  |gather|gather|             |reduce|        the kind of task, or by phase where that says more
+stage 0  computation         | forward | forward |   | backward |        a lane for each resource of each trace; colours by
+         links inside nodes  |gather|gather|             |reduce|        the kind of task, or by phase where that says more
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .simulator import COMPUTES, SAYS, Simulation, kind_of
 from .trace import Resource, Task
 
 COLOURS = {
-    "forward": "#1b7f79", "backward": "#2f5d8a", "recompute": "#7fb8b2", "step": "#8a6d3b", "gather": "#d98324", "reduce": "#a44a3f",
-    "tp": "#c9a227", "ep": "#e0b1cb", "send": "#7a5195", "device": "#b5838d", "host": "#6d6875", "disk": "#8d99ae", "read": "#8d99ae",
-    "write": "#5c677d",
+    "forward": "#1b7f79", "backward": "#2f5d8a", "recompute": "#7fb8b2", "step": "#8a6d3b", "gather": "#d98324",
+    "reduce": "#a44a3f", "tp": "#c9a227", "ep": "#e0b1cb", "send": "#7a5195", "device": "#b5838d", "host": "#6d6875",
+    "disk": "#8d99ae", "read": "#8d99ae", "write": "#5c677d",
 }  # fmt: skip
 OTHER = "#bbbbbb"
 _WIDTH_IN, _LANE_IN, _MOST_IN = 16.0, 0.45, 45.0
@@ -61,6 +61,8 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
     room = simulation.step_s / (_WIDTH_IN * _LETTERS_IN)  # of a letter
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
+        if not task.nbytes:  # a receive: its send is drawn
+            continue
         kind = _coloured_by(task)
         kinds[kind] = COLOURS.get(kind, OTHER)
         for lane in _lanes_of(task, simulation.hardware):
@@ -68,16 +70,22 @@ def draw_timeline(simulation: Simulation, path: str | Path, title: str = "") -> 
             edge = "white" if end - begin > _EDGED * simulation.step_s else kinds[kind]
             bars[row, kinds[kind], edge].append((1e3 * begin, 1e3 * (end - begin)))
             if end - begin > room * len(task.name):
-                axis.text(500 * (begin + end), row, task.name, ha="center", va="center", fontsize=6.5, color="white", clip_on=True)
+                axis.text(
+                    500 * (begin + end), row, task.name, ha="center", va="center", fontsize=6.5, color="white", clip_on=True
+                )
     for (row, colour, edge), spans in bars.items():
         axis.broken_barh(spans, (row - 0.4, 0.8), facecolors=colour, edgecolor=edge, linewidth=0.4)
     several = len(simulation.traces) > 1
-    axis.set_yticks(range(len(lanes)), [f"{_stage(simulation, n)}: {SAYS[r]}" if several else SAYS[r] for n, r in lanes], fontsize=8)
+    axis.set_yticks(
+        range(len(lanes)), [f"{_stage(simulation, n)}: {SAYS[r]}" if several else SAYS[r] for n, r in lanes], fontsize=8
+    )
     axis.invert_yaxis()
     axis.set_xlim(0, 1e3 * simulation.step_s or 1)
     axis.set_xlabel("ms")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.set_title("\n".join(filter(None, (title, f"{1e3 * simulation.step_s:.4g} ms a step, {simulation.bound}"))), fontsize=9, loc="left")
+    axis.set_title(
+        "\n".join(filter(None, (title, f"{1e3 * simulation.step_s:.4g} ms a step, {simulation.bound}"))), fontsize=9, loc="left"
+    )
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in kinds.values()]
     figure.legend(handles, list(kinds), loc="outside lower center", ncols=max(1, len(kinds)), fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)
@@ -90,7 +98,9 @@ def _lanes_of(task: Task, hardware: Hardware) -> list[Resource]:
 
 def _lanes(simulation: Simulation) -> list[tuple[int, Resource]]:
     """Trace and resource of each lane, from top to bottom."""
-    used = {(n, lane) for n, trace in enumerate(simulation.traces) for t in trace.tasks for lane in _lanes_of(t, simulation.hardware)}
+    used = {
+        (n, lane) for n, trace in enumerate(simulation.traces) for t in trace.tasks for lane in _lanes_of(t, simulation.hardware)
+    }
     order = list(Resource)
     return sorted(used, key=lambda each: (each[0], order.index(each[1])))
 

@@ -35,11 +35,11 @@ class Task:
 
     name: "gather blocks.3", "forward blocks.3". phase: "forward", "backward", "step". nbytes: bytes by resource: what this rank
     sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
-    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. peers: ranks that meet in a
-    collective. numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins.
-    channel: of a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets
-    other bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring. products: launches among `kernels`
-    that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart.
+    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. products: those among
+    them that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart. peers: ranks that meet in a collective.
+    numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins. channel: of
+    a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets other
+    bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring.
     """
 
     name: str
