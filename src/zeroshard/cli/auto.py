@@ -49,9 +49,12 @@ def _profile(request: Request) -> Profile:
     source = request.source
     if source.config is not None:
         return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
-    whole = replace(request, axes={"pp": 1, "dp": request.ranks, "tp": 1}, rows=1, micro_batches=1, options={
-        "stage": 3, "precision": request.config.precision}, checkpointing=False, parallel={})  # fmt: skip
-    return Profile.of_plan(whole.plan(), request.seq)
+    ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
+    whole = replace(
+        request, axes={"pp": 1, "dp": ranks, "tp": 1}, node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
+        options={"stage": 3, "precision": request.config.precision},
+    )  # fmt: skip
+    return Profile.of_plan(whole.plan(), request.seq, replace(whole, checkpointing=True).plan())
 
 
 def table(found: Found) -> Table:

@@ -14,10 +14,11 @@ from ..config import Config, Tier
 from ..errors import ConfigError
 from .hardware import Hardware
 from .model_source import ModelSource
-from .plan import PHASES, Held, Plan
+from .plan import Held, Plan
 from .trace import Trace
 
 GIB = 1 << 30
+_ALIKE = 0.98  # of the fullest phase
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,10 @@ def _fullest(plan: Plan, request: Request) -> Iterable[Verdict]:
         if tier is Tier.HOST and tier in device:
             continue
         held = {phase.name: _joined(phase.held.get(each, {}) for each in alike) for phase in plan.phases}
-        name = max(held, key=lambda each: (sum(held[each].values()), PHASES.index(each)))
-        used = sum(held[name].values())
+        sums = {name: sum(found.values()) for name, found in held.items()}
+        used = max(sums.values())
+        # later steps say by categories what the first one is still making
+        name = max((each for each in sums if sums[each] >= _ALIKE * used), key=lambda each: (each != "first step", sums[each]))
         if tier is Tier.DEVICE:
             capacity, overhead = hardware.device.memory_nbytes, hardware.overhead_nbytes
             yield Verdict(plan, tier, name, held[name], used + overhead, capacity, overhead)
