@@ -20,7 +20,7 @@ from zeroshard.planner.schedule import Layout, memory_of, trace_of
 from zeroshard.planner.trace import Resource
 from zeroshard.zero.runtime import runtime_of
 
-SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=5, heads=4, bias=True)
+SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=3, heads=4, bias=True)
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
 
 
@@ -44,9 +44,8 @@ def ledger_after_a_step(shape, layout, **options):
     return runtime_of(model).ledger
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "tied"), [("bf16", True), ("fp32", False)])
 def test_model_states_and_buffers_are_the_runtimes_to_the_byte(stage, tied, precision):
     shape = dataclasses.replace(SHAPE, tied=tied)
     layout = Layout(dp=6, stage=stage, precision=precision, node_size=6)
@@ -67,9 +66,8 @@ def sent(layout, profile):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_trace_sends_what_the_runtime_sends(stage, micro_batches):
-    layout = Layout(dp=6, stage=stage, node_size=6, micro_batches=micro_batches, hops="one")
+def test_a_trace_sends_what_the_runtime_sends(stage):
+    layout = Layout(dp=6, stage=stage, node_size=6, micro_batches=2)
     ledger = ledger_after_a_step(SHAPE, layout)
     runtime = sum(each.nbytes for each in ledger.traffic.values()) / 2
     between, inside = sent(layout, Profile.of_shape(SHAPE))
@@ -123,7 +121,7 @@ def test_meshes_hold_and_send_what_the_case_studies_do(study):
 ], ids=str)  # fmt: skip
 def test_a_dry_run_comes_to_the_same(layout, tmp_path):
     """Peaks with activations, bytes of each link and flops of a step; formulas take each category at its own fullest moment."""
-    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256)
+    shape = dataclasses.replace(SHAPE, vocab_size=2048, seq_len=128, dim=256, layers=4)
     axes = {"axes": layout.mesh, "parallel": {"loss_parallel": True}} if layout.tp > 1 else {"ranks": layout.dp}
     found = plan(
         lambda: GPT(shape), batch=(layout.micro_batch, shape.seq_len), micro_batches=layout.micro_batches, node_size=8,

@@ -14,11 +14,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..config import Tier
 from ..errors import ConfigError
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..zero.auto_wrap import LARGE_FRACTION
-from .plan import Plan
+from .plan import ACTIVATIONS, Plan
 from .trace import Resource
 
 _PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
@@ -246,13 +247,22 @@ class Profile:
         sizes = {name: round(nbytes / itemsize) for name, nbytes in numels.items()}
         common = max(set(sizes.values()), key=list(sizes.values()).count)
         kept = (checkpointed or plan).activations
+        blocks = {name for name, numel in sizes.items() if numel == common and name != ROOT}
+        again = 0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
+        working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}  # the loss is computed after the last
         units = [
             UnitProfile(
                 name, whole=(numel,) * bool(numel), flops=flops.get(name, 0.0) / micro,
                 kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_whole=plan.activations.get(name, 0) / micro / itemsize,
                 boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
-                block=numel == common and name != ROOT, packs=name != ROOT,
+                working_whole=working.get(name, 0) / micro / itemsize, block=name in blocks, packs=name != ROOT,
             )
             for name, numel in sizes.items()
         ]  # fmt: skip
         return cls(plan.model, tuple(units), seq)
+
+
+def _working_nbytes(plan: Plan) -> int:
+    """What computation holds at its fullest moment beside what is kept for backward."""
+    held = (phase.held.get(Tier.DEVICE, {}).get(ACTIVATIONS, 0) for phase in plan.phases if phase.name in ("forward", "backward"))
+    return max(max(held, default=0) - sum(plan.activations.values()), 0)

@@ -241,7 +241,8 @@ class Stage:
 
     def _reduce(self, home: Home) -> None:
         lay, volumes = self.layout, self.volumes[home.name]
-        done = self._hops(f"reduce {home.name}", "backward", volumes.reduce(), self.last, peers=lay.dp, unit=home.name)
+        packed = lay.quantized_gradients is not None and home.packs  # an all-to-all, of which nothing can be passed on
+        done = self._hops(f"reduce {home.name}", "backward", volumes.reduce(), self.last, peers=lay.shards, unit=home.name, distinct=packed)
         nbytes = sum(volumes.shards)
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
