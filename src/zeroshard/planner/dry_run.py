@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from .. import api
-from ..activation_checkpointing.checkpoint import checkpoint_activations
+from ..activation_checkpointing.checkpoint import attached_to, checkpoint_activations
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError
@@ -146,6 +146,7 @@ class _Run:
                     if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
                         options["partition"] = mesh["tp"] if mesh is not None and self.axes["tp"] > 1 else None
                     checkpoint_activations(runtime.model, **options)
+                    self.recorder.watch(attached_to(runtime.model).store.ledger)
             self._train(step, runtimes, batch, mesh)
             text = report(runtimes[0].model)
             tokens = self._tokens
