@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from zeroshard import ConfigError
 from zeroshard.cli.options import parse_train
+from zeroshard.config import Tier
+from zeroshard.models import GPT
 from zeroshard.planner import model_source
 from zeroshard.planner.dry_run import plan
 from zeroshard.planner.experts import group_experts
@@ -219,3 +222,17 @@ def test_a_folder_without_a_configuration_is_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-architecture"}')
     with pytest.raises(ConfigError, match="expected a Hugging Face configuration in .*config.json"):
         source_of(str(tmp_path))
+
+
+def test_checkpoints_are_kept_in_parts_over_tp_or_on_the_host_in_a_plan_too():
+    source = source_of("gpt2-medium")
+    shape = {"batch": (1, 64), "stage": 2}
+    parts, away = (
+        plan(lambda: GPT(replace(source.config, vocab_size=512, layers=3)), axes={"dp": 2, "tp": tp}, checkpointing=how, **shape)
+        for tp, how in ((4, {"partition": True}), (1, {"offload": "cpu"}))
+    )
+    whole = 3 * 64 * 1024 * 4  # inputs of three blocks, in fp32
+    forward = {each.name: each for each in parts.phases}["forward"]
+    assert forward.held[Tier.DEVICE]["activation checkpoints"] == whole // 4
+    assert sum(nbytes for unit, nbytes in parts.activations.items() if "blocks" in unit) < whole / 2
+    assert {each.name: each for each in away.phases}["forward"].held[Tier.HOST]["activation checkpoints"] == whole

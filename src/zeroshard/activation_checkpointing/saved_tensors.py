@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
@@ -182,7 +183,7 @@ class Store:
 
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
-        if type(tensor) is not Tensor or not tensor.requires_grad or tensor.layout is not torch.strided:
+        if type(tensor) not in (Tensor, FakeTensor) or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
             return False

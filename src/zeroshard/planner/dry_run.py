@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import api
 from ..activation_checkpointing.checkpoint import attached_to, checkpoint_activations
+from ..activation_checkpointing.storage import CHECKPOINTS
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError
@@ -301,7 +302,7 @@ def _kept(recorder: Recorder) -> dict[str, int]:
     for moment in recorder.moments:
         if moment.phase == "backward" or (len(kept) > 2 and moment.unit == next(iter(kept))):
             break  # a second micro-batch
-        now = moment.held.get(ACTIVATIONS, 0)
+        now = moment.held.get(ACTIVATIONS, 0) + moment.held.get(CHECKPOINTS, 0)
         kept[moment.unit] = kept.get(moment.unit, 0) + now - before
         before = now
     return kept

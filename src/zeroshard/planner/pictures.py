@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..activation_checkpointing.storage import CHECKPOINTS
 from ..config import Tier
 from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
 from .plan import ACTIVATIONS, Moment, Plan
@@ -23,7 +24,7 @@ from .tables import Table, scale_of
 # from the bottom: what rests, then what comes and goes
 COLOURS = {
     OPTIMIZER: "#5c677d", MASTERS: "#8d99ae", PARAMETERS: "#2f5d8a", GRADIENTS: "#a44a3f", AVERAGES: "#b7b7a4", SECONDARY: "#6b9ac4",
-    RESIDUALS: "#c08497", STAGING: "#c9a227", PARTIAL: "#d8846f", GATHERED: "#d98324", ACTIVATIONS: "#1b7f79",
+    RESIDUALS: "#c08497", STAGING: "#c9a227", PARTIAL: "#d8846f", GATHERED: "#d98324", CHECKPOINTS: "#7fb8b2", ACTIVATIONS: "#1b7f79",
 }  # fmt: skip
 OTHER = "#bbbbbb"
 _STYLE = """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..activation_checkpointing.storage import CHECKPOINTS
 from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
@@ -189,11 +190,11 @@ CHANGES = (
     _stage(2),
     _stage(3),
     Change(_split, Tier.DEVICE, (GATHERED, STAGING)),
-    Change(_fewer_rows, Tier.DEVICE, (ACTIVATIONS,)),
-    Change(_one_row, Tier.DEVICE, (ACTIVATIONS,)),
+    Change(_fewer_rows, Tier.DEVICE, (ACTIVATIONS, CHECKPOINTS)),
+    Change(_one_row, Tier.DEVICE, (ACTIVATIONS, CHECKPOINTS)),
     Change(_checkpoint, Tier.DEVICE, (ACTIVATIONS,)),
-    Change(_partition, Tier.DEVICE, (ACTIVATIONS,)),
-    Change(_activations_to_host, Tier.DEVICE, (ACTIVATIONS,)),
+    Change(_partition, Tier.DEVICE, (ACTIVATIONS, CHECKPOINTS)),
+    Change(_activations_to_host, Tier.DEVICE, (ACTIVATIONS, CHECKPOINTS)),
     Change(_offload("offload_optimizer", "cpu", 2), Tier.DEVICE, (*STATES, GRADIENTS, PARTIAL)),
     Change(_offload("offload_param", "cpu", 3, "offload_optimizer"), Tier.DEVICE, _ALL),
     Change(_offload("offload_optimizer", "nvme", 2), Tier.HOST, STATES),
