@@ -16,7 +16,18 @@ from typing import Any
 
 from ..activation_checkpointing.storage import CHECKPOINTS
 from ..config import Tier
-from ..memory.ledger import AVERAGES, GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, RESIDUALS, SECONDARY, STAGING
+from ..memory.ledger import (
+    AVERAGES,
+    GATHERED,
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    PARTIAL,
+    RESIDUALS,
+    SECONDARY,
+    STAGING,
+)
 from .plan import ACTIVATIONS, Moment, Plan
 from .request import Request, Verdict
 from .tables import Table, scale_of
