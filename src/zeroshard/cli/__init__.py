@@ -9,6 +9,8 @@ from .arguments import UsageError, closest
 COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
     "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
+    "plan": ("zeroshard.cli.plan", "tell what a run will hold and send, and whether it fits, before it runs"),
+    "simulate": ("zeroshard.cli.simulate", "tell how long a step of a run will take, and what bounds it"),
     "inspect": ("zeroshard.cli.inspect", "show what is in a checkpoint, and verify its checksums"),
     "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
     "papers": ("zeroshard.cli.papers", "compute the published tables and figures, beside what was printed"),

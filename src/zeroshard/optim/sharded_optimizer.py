@@ -26,7 +26,7 @@ from torch import Tensor
 from ..comm.codec import exchange_values
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
-from ..memory.ledger import OPTIMIZER
+from ..memory.ledger import OPTIMIZER, claimed
 from ..zero.gradient_account import Clipped
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
@@ -423,6 +423,8 @@ class OptimizerCore:
         """States of the inner optimizer; columns enter themselves."""
         nbytes = state_nbytes(self.inner.state)
         if nbytes != self._state_nbytes:
+            for value in (each for state in self.inner.state.values() for each in state.values() if isinstance(each, Tensor)):
+                claimed(value)
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from .. import api
-from ..activation_checkpointing.checkpoint import checkpoint_activations
+from ..activation_checkpointing.checkpoint import attached_to, checkpoint_activations
+from ..activation_checkpointing.storage import CHECKPOINTS
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError
@@ -38,7 +39,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 def plan(
     model_fn: Callable[[], nn.Module], *, ranks: int | None = None, axes: Mapping[str, int] | None = None, batch: Any = None,
     loss: Loss | None = None, optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, rank: int = 0,
-    node_size: int | None = None, separate: bool = True, checkpointing: bool | Mapping[str, Any] = False, name: str = "",
+    hold: bool = False, node_size: int | None = None, separate: bool = True, checkpointing: bool | Mapping[str, Any] = False, name: str = "",
     config: Config | None = None, parallel: Mapping[str, Any] | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     """What one rank of a run would hold and do: the runtime itself, on imagined ranks (not collective; no memory is taken).
@@ -48,10 +49,12 @@ def plan(
         ranks: of data parallelism; or axes: ranks along "pp", "dp" and "tp". rank: which of them is looked at.
         batch: what a micro-batch reads: (rows, seq) of tokens, or a function that makes it.
         loss: (model, what batch makes) -> loss; None: cross-entropy of the next token of a model of tokens -> logits.
-        micro_batches: forwards and backwards of a step.
+        micro_batches: forwards and backwards of a step. hold: with zs.accumulate around all but the last; else each is reduced, as
+            `zeroshard train` does. Over pp or tp they are always held.
         node_size: ranks of a node; None: all are on one. separate: the device has a memory of its own (a GPU); False: ranks on CPUs
             that share memory within a node.
-        checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations.
+        checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which partition=True
+            is "over the ranks of tp".
         config, options: of zs.shard. parallel: further options of zs.parallelize (schedule, sequence_parallel, ...).
 
     Raises ConfigError for what can not be divided, and for a model that can not be built or run without numbers.
@@ -66,6 +69,7 @@ def plan(
     try:
         with _built(model_fn) as model:
             run = _Run(model, axes, rank, config, optimizer, micro_batches, dict(parallel or {}), recorder, loss, node_size or _product(axes))
+            run.hold = hold
             return run.plan(batch, checkpointing, name or type(model).__name__, separate)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
@@ -128,6 +132,7 @@ class _Run:
         self.micro_batches, self.parallel, self.recorder, self.loss = micro_batches, parallel, recorder, loss
         self.node_size = node_size
         self.num_parameters = sum(p.numel() for p in model.parameters())
+        self.hold = False
         self.sent: dict[str, int] = {}
 
     def plan(self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool) -> Plan:
@@ -138,7 +143,11 @@ class _Run:
             step, runtimes = self._meshed(mesh) if meshed else self._plain()
             if checkpointing:
                 for runtime in runtimes:
-                    checkpoint_activations(runtime.model, **({} if checkpointing is True else checkpointing))
+                    options = {} if checkpointing is True else dict(checkpointing)
+                    if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
+                        options["partition"] = mesh["tp"] if mesh is not None and self.axes["tp"] > 1 else None
+                    checkpoint_activations(runtime.model, **options)
+                    self.recorder.watch(attached_to(runtime.model).store.ledger)
             self._train(step, runtimes, batch, mesh)
             text = report(runtimes[0].model)
             tokens = self._tokens
@@ -172,7 +181,7 @@ class _Run:
 
         def step(batches: list[Any]) -> None:
             for number, each in enumerate(batches):
-                held = number + 1 < len(batches)
+                held = self.hold and number + 1 < len(batches)
                 with api.accumulate(model) if held else contextlib.nullcontext():
                     (loss(model, each) / len(batches)).backward()
             self._computed()
@@ -293,7 +302,7 @@ def _kept(recorder: Recorder) -> dict[str, int]:
     for moment in recorder.moments:
         if moment.phase == "backward" or (len(kept) > 2 and moment.unit == next(iter(kept))):
             break  # a second micro-batch
-        now = moment.held.get(ACTIVATIONS, 0)
+        now = moment.held.get(ACTIVATIONS, 0) + moment.held.get(CHECKPOINTS, 0)
         kept[moment.unit] = kept.get(moment.unit, 0) + now - before
         before = now
     return kept

@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..utils.autograd import collections, living_tensors, next_node, nodes_since, number_of
 from ..utils.torch_compat import idle_nodes
@@ -85,6 +87,7 @@ def _is_held(unit: Unit, record: _Record, reached: set[int]) -> bool:
     def found() -> bool:
         tips = [each for each in living_tensors(record.collections) if record.first <= number_of(each) < end]
         tips = [each for each in tips if number_of(each) not in reached]
+        tips = [each for each in tips if not (isinstance(each, FakeTensor) and _is_autograds(each, tips))]
         if unit.has_frozen:
             return bool(tips)
         return any(not computed.isdisjoint(nodes_since(record.first, [tip])[1]) for tip in tips)  # other threads count alike
@@ -93,3 +96,8 @@ def _is_held(unit: Unit, record: _Record, reached: set[int]) -> bool:
         return False
     gc.collect()
     return found()
+
+
+def _is_autograds(fake: Tensor, tips: list[Tensor]) -> bool:
+    """Whether autograd alone keeps a fake tensor: what `x /= y` saves of x is an object of Python's only where tensors are fake."""
+    return all(each is tips or isinstance(each, FrameType) for each in gc.get_referrers(fake))

@@ -1,0 +1,74 @@
+"""`zeroshard plan --auto`: the layout that trains fastest within memory, and the configuration that says so.
+
+    zeroshard plan gpt-13b --ranks 64 --device a100-80gb --auto --global-batch 512 --config plan.json
+
+The file is what `zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ..planner.plan import Plan
+from ..planner.plan_file import write_config
+from ..planner.profile import Profile
+from ..planner.request import Request, gib
+from ..planner.schedule import Layout
+from ..planner.search import Candidate, Found, search
+from ..planner.tables import Table
+
+CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
+
+
+def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
+    """The fastest request for this model on these ranks, its plans, and what else was found. Raises ConfigError."""
+    made: dict[Layout, tuple[Request, list[Plan]]] = {}
+
+    def verify(layout: Layout) -> Plan:
+        chosen = of_layout(request, layout)
+        made[layout] = chosen, chosen.plans()
+        return max(made[layout][1], key=lambda plan: max(phase.nbytes(tier) for phase in plan.phases for tier in phase.held))
+
+    fixed = {"node_size": request.ranks_of_node, **fixed}
+    found = search(
+        _profile(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
+        verify=verify,
+    )  # fmt: skip
+    return *made[found.best.layout], found
+
+
+def of_layout(request: Request, layout: Layout) -> Request:
+    """The same run in another layout."""
+    return replace(
+        request, axes=layout.mesh, rows=layout.micro_batch, micro_batches=layout.micro_batches, options=layout.options("."),
+        checkpointing=CHECKPOINTING[layout.checkpointing],
+    )  # fmt: skip
+
+
+def _profile(request: Request) -> Profile:
+    """By formulas where the model is a GPT of ours, else by a dry run over data parallelism alone, which knows nothing of tp."""
+    source = request.source
+    if source.config is not None:
+        return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
+    ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
+    whole = replace(
+        request, axes={"pp": 1, "dp": ranks, "tp": 1}, node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
+        options={"stage": 3, "precision": request.config.precision},
+    )  # fmt: skip
+    return Profile.of_plan(whole.plan(), request.seq, replace(whole, checkpointing=True).plan())
+
+
+def table(found: Found) -> Table:
+    """The best and the runner-up."""
+    rows = [_row("the fastest", found.best)] + ([_row("runner-up", found.runner_up)] if found.runner_up is not None else [])
+    counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
+    header = ("", "layout", "s a step", "TFLOPS a device", "tokens/s", "GiB of a device")
+    return Table(f"Layouts: {counts}", header, tuple(rows))
+
+
+def _row(name: str, each: Candidate) -> tuple[str, ...]:
+    return name, str(each.layout), f"{each.step_s:.4g}", f"{each.tflops:.4g}", f"{each.tokens_per_s:,.0f}", gib(each.nbytes())
+
+
+def write(found: Found, path: str, offload_path: str | None) -> None:
+    """The configuration. Raises ConfigError."""
+    write_config(found, path, offload_path=offload_path)

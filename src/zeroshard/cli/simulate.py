@@ -1,0 +1,154 @@
+"""`zeroshard simulate`: how long a step takes, what bounds it, and how that changes with ranks, batch and links.
+
+    zeroshard simulate llama-3-70b --ranks 64 --device h100-80gb --out runs/step
+    zeroshard simulate gpt-100b --device v100-32gb --sweep ranks=64,128,256,512 --utilisation 0.5,0.75,1
+
+The step is that of `zeroshard plan`: what the runtime does on imagined ranks, in the time that the hardware takes for it.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import zeroshard as zs
+
+from ..planner import tables
+from ..planner.request import Request, judge
+from ..planner.simulator import SAYS, Simulation, simulate
+from ..planner.sweep import Sweep, sweep
+from . import report_error
+from .arguments import UsageError, closest
+from .plan import make_folder
+from .plan_options import PlanOptions, _option, parse
+from .sheets import Sheet, show
+
+SWEPT = ("ranks", "batch")
+
+
+@dataclass(frozen=True)
+class Options(PlanOptions):
+    """Of `zeroshard simulate`."""
+
+    utilisation: str = _option("1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep")
+    latency: str | None = _option(None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma")
+    sweep: str | None = _option(None, "simulate each: ranks=8,64,512 or batch=1,2,4, or both: ranks=8,64;batch=1,2")
+
+    def swept(self, request: Request) -> dict[str, list[int]]:
+        """Ranks and sequences of a rank to simulate."""
+        found = {"ranks": [request.ranks], "batch": [request.rows]}
+        for part in (self.sweep or "").split(";") if self.sweep else ():
+            name, _, values = part.partition("=")
+            if name.strip() not in SWEPT:
+                raise UsageError(f"--sweep: expected {' or '.join(f'{n}=8,16' for n in SWEPT)}, got {part!r}{closest(name, SWEPT)}")
+            found[name.strip()] = [int(each) for each in _numbers("sweep", values)]
+        return found
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        found = [float(each) for each in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 0 or (name == "sweep" and any(each != int(each) or each < 1 for each in found)):
+        raise UsageError(f"--{name}: expected positive numbers with commas between, got {text!r}")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Simulate and print; returns the exit code."""
+    options = parse(Options, "zeroshard simulate", "Tell how long a step of a run will take, and what bounds it, without running it.", argv)
+    utilisations = _numbers("utilisation", options.utilisation)
+    latencies = [None] if options.latency is None else [each / 1e6 for each in _numbers("latency", options.latency)]
+    try:
+        request = options.request()
+        if options.sweep is not None or len(utilisations) * len(latencies) > 1:
+            swept = options.swept(request)
+            done = sweep(_maker(request), request.hardware, swept["ranks"], swept["batch"], utilisations, latencies)
+            return _told_sweep(done, request, options)
+        return _told(request, utilisations[0], latencies[0], options)
+    except zs.ConfigError as error:
+        return report_error(str(error))
+
+
+def _maker(request: Request) -> Any:
+    """Traces for so many ranks, along dp, and sequences of a rank."""
+    model = request.axes["pp"] * request.axes["tp"]
+
+    def make(ranks: int, rows: int) -> Any:
+        if ranks % model:
+            nearest = max(ranks // model, 1) * model
+            raise UsageError(f"--sweep: expected multiples of pp x tp = {model} ranks, got {ranks}; the nearest: {nearest}")
+        return replace(request, axes={**request.axes, "dp": ranks // model}, rows=rows).traces()
+
+    return make
+
+
+def _told(request: Request, utilisation: float, latency_s: float | None, options: Options) -> int:
+    from ..planner.pictures import draw_memory, write_page
+    from ..planner.timeline import draw_timeline, write_chrome_trace
+
+    plans = request.plans()
+    verdict = judge(plans, request)
+    done = simulate(request.traces(plans), request.hardware, utilisation, latency_s)
+    table = _busy(done)
+    if options.out is not None:
+        folder = Path(options.out)
+        make_folder(folder)
+        write_chrome_trace(done, folder / "timeline.json")
+        draw_timeline(done, folder / "timeline.png", verdict.plan.model)
+        draw_memory(verdict.plan, request, folder / "memory.png")
+        pictures = {"A step, simulated": folder / "timeline.png", "Memory over one step": folder / "memory.png"}
+        sheets = [table, tables.memory(verdict.plan, request), tables.communication(verdict.plan)]
+        write_page(folder / "simulation.html", _line(done, request), verdict, sheets, pictures, [tables.headline(request, verdict)])
+    if options.json:
+        found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
+        found["busy_s"] = {resource.value: seconds for resource, seconds in done.busy.items()}
+        print(json.dumps(found | {"fits": verdict.fits, "verdict": str(verdict)}, indent=2))
+        return 0
+    show(Sheet(table.rows, table.header, table.title))
+    print(_line(done, request))
+    if not verdict.fits:
+        print(f"but it is {verdict}; `zeroshard plan` with the same options says what to change")
+    _written(options)
+    return 0
+
+
+def _line(done: Simulation, request: Request) -> str:
+    return (
+        f"{request.source.name} on {request.ranks:,} {request.hardware.name}: {done.step_s:.4g} s a step, {done.tflops:.4g} TFLOPS a device, "
+        f"{done.tokens_per_s:,.0f} tokens/s; {done.bound}"
+    )
+
+
+def _busy(done: Simulation) -> tables.Table:
+    rows = tuple(
+        (SAYS[resource], f"{seconds:.4g}", f"{seconds / done.step_s:.0%}", f"{done.critical.get(resource, 0.0) / done.step_s:.0%}")
+        for resource, seconds in sorted(done.busy.items(), key=lambda item: -item[1])
+    )
+    return tables.Table("What is busy in a step", ("", "seconds", "of the step", "of what it waits for"), rows)
+
+
+def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
+    if options.out is not None:
+        make_folder(Path(options.out))
+        done.draw(Path(options.out) / "scaling.png", f"{request.source.name} on {request.hardware.name}")
+    if options.json:
+        rows = [{"ranks": row.ranks, "batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
+                 "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}
+                for row in done.rows]  # fmt: skip
+        print(json.dumps({"rows": rows, "limits": [str(limit) for limit in done.limits]}, indent=2))
+        return 0
+    from rich.console import Console
+
+    from .sheets import WIDTH
+
+    Console(highlight=False, width=WIDTH).print(done.table())
+    _written(options)
+    return 0
+
+
+def _written(options: Options) -> None:
+    if options.out is not None:
+        print(f"written: {', '.join(str(path) for path in sorted(Path(options.out).iterdir()))}")

@@ -1,0 +1,252 @@
+"""What `zeroshard plan` and `zeroshard simulate` take as MODEL, as something that can be built without memory and fed a batch.
+
+    gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, models/presets.py, the model of ./quickstart
+    config.json, a folder with one              a Hugging Face configuration, built by Transformers
+    package.module:function                     the user's own: a function without arguments that returns a module
+
+Which tokens go to which of a model's experts is data, and there is none: see experts.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ConfigError, did_you_mean
+from ..models import CASE_STUDIES, GPT, GPTConfig
+from .experts import group_experts
+
+SHAPES = Path(__file__).with_name("shapes.csv")
+QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)  # `zeroshard train` without options
+ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory and flops are the same however tokens are routed"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a decoder. None: not known."""
+
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built. default_seq, max_seq: tokens of a sequence; vocab: tokens there are. notes: what a plan of it takes for
+    granted. source: of its numbers. config: where it is a GPT of models/gpt.py."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    default_seq: int
+    vocab: int
+    shape: Shape = Shape()
+    max_seq: int | None = None
+    notes: tuple[str, ...] = ()
+    source: str = ""
+    config: GPTConfig | None = None
+
+    def build(self) -> nn.Module:
+        """The model, tokens (rows, seq) -> logits, or an output that has them; call it under `torch.device("meta")`.
+
+        Raises ConfigError, which names the module that cannot be built so.
+        """
+        try:
+            model = self.make()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name}: cannot be built on the meta device: {_where(error)}{type(error).__name__}: {_line(error)}. A constructor "
+                "must not read values of tensors, or move them: compute from numbers there, and load weights afterwards."
+            ) from error
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{self.name}: expected a function that returns a torch.nn.Module, got {type(model).__name__}.")
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                raise ConfigError(
+                    f"{self.name}: cannot be built on the meta device: {name} is on {parameter.device}. Leave out device= where it is "
+                    "made: torch.device as a context says where tensors come to be."
+                )
+        return model
+
+    def batch(self, rows: int, seq: int | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and targets, (rows, seq) each, all zeros, on the default device."""
+        seq = seq or self.default_seq
+        if self.max_seq is not None and seq > self.max_seq:
+            raise ConfigError(f"seq: expected at most the {self.max_seq:,} tokens that {self.name} can read, got {seq:,}.")
+        return torch.zeros(rows, seq, dtype=torch.long), torch.zeros(rows, seq, dtype=torch.long)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """The mean cross-entropy, in fp32 as training computes it; what gives one number for tokens is its own loss."""
+        tokens, targets = batch
+        output = model(tokens)
+        logits = getattr(output, "logits", output[0] if isinstance(output, tuple) else output)
+        if not isinstance(logits, Tensor) or logits.ndim not in (0, 3):
+            got = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ConfigError(f"{self.name}: expected logits (rows, seq, tokens), or a loss, from tokens (rows, seq); got {got}.")
+        return logits if logits.ndim == 0 else F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def source_of(text: str) -> ModelSource:
+    """The model that `text` names: a preset, a Hugging Face configuration, or `module:function`. Raises ConfigError."""
+    path, name = Path(text), text.lower()
+    if name in names():
+        return _preset(name)
+    if path.is_dir() or path.is_file():
+        return _configuration(path)
+    if path.suffix == ".json" or text.startswith((".", "/", "~")):
+        raise ConfigError(f"model: expected a Hugging Face configuration, {text!r} is no file. Give config.json or the folder around it.")
+    if ":" in text:
+        return _function(text)
+    raise ConfigError(
+        f"model: expected a preset, a Hugging Face config.json, or module:function, got {text!r}.{did_you_mean(name, names())} "
+        f"Presets: {', '.join(names())}."
+    )
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """All presets."""
+    return ("quickstart", *_shapes(), *CASE_STUDIES)
+
+
+@cache
+def _shapes() -> dict[str, dict[str, Any]]:
+    """Rows of shapes.csv by name, numbers as numbers."""
+    with SHAPES.open(newline="", encoding="utf-8") as file:
+        rows = [{key: int(text) if text.isdigit() else text for key, text in row.items()} for row in csv.DictReader(file)]
+    return {row["name"]: row for row in rows}
+
+
+def _preset(name: str) -> ModelSource:
+    row = _shapes().get(name)
+    if row is None:
+        study = CASE_STUDIES.get(name)
+        sources = "; ".join(f"{what}: {where}" for what, where in study.sources.items()) if study is not None else ""
+        return _gpt(name, study.full if study is not None else QUICKSTART, sources)
+    if row["family"] == "gpt":
+        config = GPTConfig(
+            vocab_size=row["vocab"], seq_len=row["seq"], dim=row["hidden"], layers=row["layers"], heads=row["heads"], bias=True, tied=True
+        )
+        return _gpt(name, config, row["source"])
+    shape = Shape(row["layers"], row["hidden"], row["heads"])
+    notes = (ROUTING,) if row["experts"] else ()
+    return ModelSource(name, partial(_of_shape, row), row["seq"], row["vocab"], shape, row["context"], notes, row["source"])
+
+
+def _gpt(name: str, config: GPTConfig, source: str) -> ModelSource:
+    shape = Shape(config.layers, config.dim, config.heads)
+    longest = config.seq_len if config.positions == "learned" else None
+    return ModelSource(name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config)
+
+
+def _of_shape(row: dict[str, Any]) -> nn.Module:
+    """Llama or Mixtral, by Transformers' own classes."""
+    transformers = _transformers(row["name"])
+    sizes = {
+        "num_hidden_layers": row["layers"], "hidden_size": row["hidden"], "num_attention_heads": row["heads"],
+        "num_key_value_heads": row["kv_heads"], "intermediate_size": row["ffn"], "vocab_size": row["vocab"],
+        "max_position_embeddings": row["context"],
+    }  # fmt: skip
+    if row["experts"]:
+        return _of_config(transformers.MixtralConfig(**sizes, num_local_experts=row["experts"]))
+    return _of_config(transformers.LlamaConfig(**sizes))
+
+
+def _configuration(path: Path) -> ModelSource:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"model: expected a Hugging Face configuration, there is no config.json in {path}.")
+    transformers = _transformers(str(path))
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {_line(error)}.") from error
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    shape = Shape(*(getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")))
+    name = f"{config.model_type} of {path}"
+    notes = (ROUTING,) if _has_experts(text) else ()
+    return ModelSource(name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, shape, longest, notes)
+
+
+def _of_config(config: Any) -> nn.Module:
+    """A causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
+    transformers = _transformers(config.model_type)
+    config.use_cache = False
+    settings = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    model = transformers.AutoModelForCausalLM.from_config(config, **settings)
+    if _has_experts(config.get_text_config()):
+        group_experts(model)
+    return model
+
+
+def _has_experts(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+
+
+def _transformers(name: str) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{name}: is built by the library transformers; install it with: pip install transformers") from error
+
+
+def _function(text: str) -> ModelSource:
+    """The user's own, found as Python finds modules, first in the working directory."""
+    module_name, _, name = text.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        what = "there is no such module" if isinstance(error, ModuleNotFoundError) and error.name == module_name else _line(error)
+        raise ConfigError(
+            f"model: cannot import {module_name!r} of {text!r}: {_where(error)}{what}. It is looked for in {here} and in the environment."
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        callables = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise ConfigError(f"model: {module_name} has no function {name!r}.{did_you_mean(name, callables)}")
+    with torch.device("meta"):  # what it tells of itself
+        model = ModelSource(text, function, 1024, 2).build()
+    config = getattr(model, "config", None)
+    found = [_first(config, known) for known in (
+        ("num_hidden_layers", "n_layer", "layers"), ("hidden_size", "n_embd", "dim"), ("num_attention_heads", "n_head", "heads"),
+        ("max_position_embeddings", "n_positions", "seq_len"), ("vocab_size",),
+    )]  # fmt: skip
+    embeddings = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocab = found[4] or max(embeddings, default=2)
+    return ModelSource(text, function, min(found[3] or 1024, 4096), vocab, Shape(*found[:3]), found[3])
+
+
+def _first(config: Any, known: tuple[str, ...]) -> int | None:
+    values = [getattr(config, name, None) for name in known]
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__).rstrip(".")
+
+
+def _where(error: BaseException) -> str:
+    """"in Head (model.py:12): ", of the innermost module at work; "" where there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner, file = frame.f_locals.get("self"), Path(frame.f_code.co_filename)
+        if isinstance(owner, nn.Module) and Path(torch.__file__).parent not in file.parents:
+            found = f"in {type(owner).__name__} ({file.name}:{line}): "
+    return found

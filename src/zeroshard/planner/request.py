@@ -1,0 +1,155 @@
+"""A run that is asked about: model, hardware, mesh, batch and options; its plans; and whether it fits.
+
+A plan is of one rank. Of a pipeline the ranks that may be fullest are looked at: those of the first stage, which has most
+micro-batches under way, and of the last, which has the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import Config, Tier
+from ..errors import ConfigError
+from .hardware import Hardware
+from .model_source import ModelSource
+from .plan import Held, Plan
+from .trace import Trace
+
+GIB = 1 << 30
+_ALIKE = 0.98  # of the fullest phase
+
+
+@dataclass(frozen=True)
+class Request:
+    """axes: ranks along "pp", "dp" and "tp". rows: sequences of a micro-batch of one rank; seq: tokens of each. options: of zs.shard;
+    parallel: further ones of zs.parallelize. checkpointing: False, True, or options of zs.checkpoint_activations."""
+
+    source: ModelSource
+    hardware: Hardware
+    axes: Mapping[str, int]
+    rows: int
+    seq: int
+    micro_batches: int = 1
+    node_size: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: bool | Mapping[str, Any] = False
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return self.axes["pp"] * self.axes["dp"] * self.axes["tp"]
+
+    @property
+    def ranks_of_node(self) -> int:
+        return min(self.ranks, self.node_size or self.hardware.devices_per_node)
+
+    @property
+    def config(self) -> Config:
+        return Config.build(None, **self.options)
+
+    def plan(self, stage: int = 0) -> Plan:
+        """Of the first rank of a stage of the pipeline. Raises ConfigError."""
+        from .dry_run import plan
+
+        heads, layers, tp, pp = self.source.shape.heads, self.source.shape.layers, self.axes["tp"], self.axes["pp"]
+        if heads and heads % tp:
+            near = [n for n in range(1, heads + 1) if heads % n == 0]
+            best = min(near, key=lambda n: abs(n - tp))
+            raise ConfigError(f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}.")
+        if layers and pp > layers:
+            raise ConfigError(f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}.")
+        self.source.batch(1, self.seq)  # not longer than it can read
+        return plan(
+            self.source.build, axes=self.axes, batch=(self.rows, self.seq), micro_batches=self.micro_batches, name=self.source.name,
+            rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
+            separate=self.hardware.separate, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
+        )  # fmt: skip
+
+    def plans(self) -> list[Plan]:
+        """Of the ranks that may be fullest."""
+        return [self.plan(stage) for stage in sorted({0, self.axes["pp"] - 1})]
+
+    def traces(self, known: Iterable[Plan] = ()) -> list[Trace]:
+        """Of one rank of each stage. known: plans that were made already."""
+        made = {plan.rank: plan.trace for plan in known}
+        ranks_of_stage = self.axes["dp"] * self.axes["tp"]
+        return [made.get(n * ranks_of_stage) or self.plan(n).trace for n in range(self.axes["pp"])]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether it fits, by the memory that comes nearest to its end, or is most beyond it.
+
+    plan: of the fullest rank. tier, phase, held: where and when that is. used, capacity: bytes; of a device with `overhead`, what its
+    context and libraries take; of the host and of disks those of a node.
+    """
+
+    plan: Plan
+    tier: Tier
+    phase: str
+    held: Held
+    used: int
+    capacity: int
+    overhead: int
+
+    @property
+    def fits(self) -> bool:
+        return self.used <= self.capacity
+
+    @property
+    def short(self) -> int:
+        """Bytes that are missing."""
+        return max(self.used - self.capacity, 0)
+
+    def __str__(self) -> str:
+        where = "" if self.tier is Tier.DEVICE else f" of a node's {self.tier.value}"
+        counted = f" (device overhead {gib(self.overhead)} counted)" if self.overhead else ""
+        if self.fits:
+            return f"fits: {gib(self.used)} of {gib(self.capacity)} GiB{where}{counted}, fullest in {self.phase}"
+        largest = sorted(self.held.items(), key=lambda item: -item[1])[:3]
+        why = ", ".join(f"{name} {gib(nbytes)}" for name, nbytes in largest)
+        rank = f"rank {self.plan.rank}" if self.tier is Tier.DEVICE else "each rank"
+        return f"short by {gib(self.short)} GiB of {gib(self.capacity)}{where}{counted}: {self.phase} holds {why} on {rank}"
+
+
+def judge(plans: Sequence[Plan], request: Request) -> Verdict:
+    """By the rank and the memory that are fullest, relative to what there is."""
+    found = [each for plan in plans for each in _fullest(plan, request)]
+    return max(found, key=lambda each: each.used / each.capacity)
+
+
+def _fullest(plan: Plan, request: Request) -> Iterable[Verdict]:
+    """Of one rank, each memory that it uses."""
+    hardware, ranks = request.hardware, request.ranks_of_node
+    device = {Tier.DEVICE} if plan.separate else {Tier.DEVICE, Tier.HOST}  # one memory
+    for tier in Tier:
+        alike = device if tier in device else {tier}
+        if tier is Tier.HOST and tier in device:
+            continue
+        held = {phase.name: _joined(phase.held.get(each, {}) for each in alike) for phase in plan.phases}
+        sums = {name: sum(found.values()) for name, found in held.items()}
+        used = max(sums.values())
+        # later steps say by categories what the first one is still making
+        name = max((each for each in sums if sums[each] >= _ALIKE * used), key=lambda each: (each != "first step", sums[each]))
+        if tier is Tier.DEVICE:
+            capacity, overhead = hardware.device.memory_nbytes, hardware.overhead_nbytes
+            yield Verdict(plan, tier, name, held[name], used + overhead, capacity, overhead)
+        elif used:
+            capacity = hardware.host_memory_nbytes if tier is Tier.HOST else max(hardware.disk_nbytes, 1)
+            yield Verdict(plan, tier, name, held[name], used * ranks, capacity, 0)
+
+
+def _joined(parts: Iterable[Held]) -> Held:
+    found: Held = {}
+    for part in parts:
+        for name, nbytes in part.items():
+            found[name] = found.get(name, 0) + nbytes
+    return found
+
+
+def gib(nbytes: float) -> str:
+    """In GiB, in as many digits as tell something."""
+    amount = nbytes / GIB
+    return f"{amount:,.1f}" if amount >= 1 else f"{amount:.3g}"

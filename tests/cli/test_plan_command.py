@@ -1,0 +1,178 @@
+"""`zeroshard plan` and `zeroshard simulate`: tables, one line, JSON, files; mistakes are one sentence with the nearest choice."""
+
+import json
+
+import pytest
+
+import zeroshard as zs
+from zeroshard.cli import main
+from zeroshard.config import Tier
+from zeroshard.planner.hardware import Hardware
+from zeroshard.planner.simulator import Simulation
+
+SMALL = ["quickstart", "--ranks", "2", "--seq", "64"]
+
+
+def run(capsys, *arguments):
+    """(exit code, what was printed)"""
+    code = main(list(arguments))
+    captured = capsys.readouterr()
+    assert captured.err == "", captured.err
+    return code, captured.out
+
+
+def test_a_plan_is_tables_and_one_line(capsys):
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "2", "--precision", "fp32")
+    assert code == 0
+    for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: there is", "Sent, copied", "reduce", "Kept for backward",
+                  "blocks.*"):  # fmt: skip
+        assert words in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("quickstart (3.83M parameters) on 2 h100-80gb, stage 2, fp32, 1 x 1 x 64 tokens a rank: fits: 1.2")
+    assert last.endswith("sends 0.0153 GB a step")  # 2 Psi (N-1)/N elements of 4 bytes
+
+
+def test_brief_is_the_line_alone(capsys):
+    _, printed = run(capsys, "plan", *SMALL, "--brief")
+    assert printed.count("\n") == 1 and "fits" in printed
+
+
+@pytest.fixture
+def small_device(tmp_path):
+    """A file of hardware with 80 MiB a device, which the states of the quickstart's model fill at stage 0."""
+    import dataclasses
+
+    whole = Hardware.named("h100-80gb")
+    device = dataclasses.replace(whole.device, memory_nbytes=80 << 20)
+    dataclasses.replace(whole, name="small", device=device, overhead_nbytes=0).save(tmp_path / "small.toml")
+    return str(tmp_path / "small.toml")
+
+
+def test_what_does_not_fit_is_exit_code_1_with_what_would_make_it_fit(capsys, small_device):
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--device", small_device)
+    assert code == 1
+    assert "What would make it fit" in printed and "--stage 1" in printed and "short by" in printed.splitlines()[-1]
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "1", "--device", small_device, "--brief")
+    assert (code, "fits" in printed) == (0, True)
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--device", small_device, "--try-seconds", "0.000001")
+    assert code == 1 and "no change was found in 1e-06 s" in printed
+
+
+def test_json_is_the_plan_and_the_verdict(capsys):
+    _, printed = run(capsys, "plan", *SMALL, "--json", "--offload-optimizer", "cpu", "--precision", "fp16")
+    found = json.loads(printed)
+    assert found["plan"]["num_parameters"] == 3_834_752 and found["plan"]["config"]["stage"] == 3
+    assert found["verdict"]["fits"] and found["remedies"] == []
+    held = {phase["name"]: phase["held"] for phase in found["plan"]["phases"]}
+    assert held["step"][Tier.HOST.value]["optimizer states"] >= 8 * 3_834_752 / 2
+    assert found["plan"]["trace"]["tasks"][0]["nbytes"]
+
+
+def test_files_of_a_plan(capsys, tmp_path):
+    _, printed = run(capsys, "plan", *SMALL, "--out", str(tmp_path / "plan"))
+    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == ["memory.png", "plan.html", "report.json", "timeline.png"]
+    assert str(tmp_path / "plan" / "plan.html") in printed
+    page = (tmp_path / "plan" / "plan.html").read_text()
+    assert page.count("data:image/png;base64,") == 2 and "s a step" in page
+
+
+def test_a_pipeline_is_planned_at_its_first_and_last_stage(capsys, monkeypatch):
+    looked = []
+    plan = zs.plan
+    monkeypatch.setattr("zeroshard.planner.dry_run.plan", lambda *args, **options: looked.append(options["rank"]) or plan(*args, **options))
+    _, printed = run(capsys, "plan", "quickstart", "--seq", "64", "--mesh", "pp=3,dp=2", "--stage", "1", "--brief")
+    assert looked == [0, 4] and "6 h100-80gb (pp=3, dp=2), stage 1, bf16, 6 x 1 x 64" in printed
+
+
+def test_the_rest_of_the_ranks_is_data_parallel(capsys):
+    _, printed = run(capsys, "plan", "quickstart", "--seq", "64", "--ranks", "8", "--mesh", "tp=2", "--brief")
+    assert "8 h100-80gb (dp=4, tp=2)" in printed
+
+
+def test_auto_writes_a_configuration_that_train_and_shard_read(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    arguments = ["quickstart", "--ranks", "4", "--auto", "--global-batch", "16", "--config", str(path)]
+    code, printed = run(capsys, "plan", *arguments, "--device", "a100-40gb")
+    assert code == 0 and "the fastest" in printed and "runner-up" in printed and "It is bound by" in printed.replace("\n", " ")
+    config = zs.Config.build(str(path))
+    section = json.loads(path.read_text())["zeroshard"]
+    assert section["global_batch"] == 16 and section["shard"]["stage"] == config.stage
+
+
+def test_a_simulation_says_seconds_and_what_bounds_them(capsys, tmp_path):
+    code, printed = run(capsys, "simulate", *SMALL, "--out", str(tmp_path))
+    assert code == 0 and "What is busy in a step" in printed and "s a step, " in printed and "bound by computation" in printed
+    names = {"memory.png", "simulation.html", "timeline.json", "timeline.png"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    _, printed = run(capsys, "simulate", *SMALL, "--json")
+    fast = json.loads(printed)
+    _, printed = run(capsys, "simulate", *SMALL, "--json", "--utilisation", "0.01", "--latency", "100")
+    assert json.loads(printed)["step_s"] > 1.5 * fast["step_s"] and {"tflops", "tokens_per_s", "busy_s", "bound"} <= fast.keys()
+
+
+def test_a_simulation_of_a_pipeline_joins_all_stages(capsys, monkeypatch):
+    seen = []
+    made = Simulation.__init__
+    monkeypatch.setattr(Simulation, "__init__", lambda self, *args, **fields: seen.append(fields["traces"]) or made(self, *args, **fields))
+    run(capsys, "simulate", "quickstart", "--seq", "64", "--mesh", "pp=3,dp=2", "--stage", "1")
+    assert [trace.rank for trace in seen[0]] == [0, 2, 4]
+
+
+def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
+    sweep = ["--sweep", "ranks=2,16;batch=1,2", "--utilisation", "0.5,1"]
+    _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--out", str(tmp_path))
+    assert "speed-up" in printed and "micro-batch 2, 50% of bandwidth" in printed and (tmp_path / "scaling.png").exists()
+    _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--json")
+    assert [(row["ranks"], row["batch"]) for row in json.loads(printed)["rows"]] == [(r, b) for b in (1, 2) for _ in (0.5, 1) for r in (2, 16)]
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["quickstrat"], ["'quickstrat'", "Did you mean 'quickstart'?"]),
+        (["quickstart", "--device", "h100"], ["device", "'h100'", "Did you mean 'h100-80gb'?"]),
+        (["quickstart", "--device", "none.toml"], ["none.toml", "can not be read"]),
+        (["quickstart", "--mesh", "dp=2,tp=3"], ["tp to divide the 4 heads", "the nearest: tp=2"]),
+        (["quickstart", "--mesh", "pp=4"], ["at most 3 stages", "pp=4"]),
+        (["quickstart", "--mesh", "pp=2,tp=2", "--ranks", "6"], ["multiply to the 6 ranks", "try 4 or 8 ranks"]),
+        (["quickstart", "--mesh", "ep=2"], ["--mesh", "ep=2"]),
+        (["quickstart", "--seq", "300"], ["at most the 256 tokens", "got 300"]),
+        (["quickstart", "--batch", "0"], ["--batch", "positive", "got 0"]),
+        (["quickstart", "--stage", "2", "--offload-param", "cpu"], ["offload_param='cpu' needs stage 3"]),
+        (["quickstart", "--ranks", "4", "--shard-size", "3"], ["--shard-size", "divisor of the 4 ranks"]),
+        (["quickstart", "--partition-activations"], ["--partition-activations", "--mesh tp=2"]),
+        (["math:pi"], ["math has no function 'pi'"]),
+        (["--stagee", "3", "quickstart"], ["--stagee", "did you mean --stage?"]),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words, capsys):
+    assert main([command, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("zeroshard: error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "quickstart", "--lossy"], ["--lossy", "none without --auto"]),
+        (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "no --offload option"]),
+        (["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"], ["batch of 6 sequences", "the nearest: 4 or 8"]),
+        (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
+        (["simulate", "quickstart", "--sweep", "ranks=2,x"], ["--sweep", "positive numbers", "'2,x'"]),
+        (["simulate", "quickstart", "--mesh", "tp=2", "--sweep", "ranks=3"], ["--sweep", "multiples of pp x tp = 2", "the nearest: 2"]),
+        (["simulate", "quickstart", "--utilisation", "2"], ["utilisation", "up to 1"]),
+    ],
+)
+def test_mistakes_of_one_command_alone(arguments, words, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    for word in words:
+        assert word in captured.err
+
+
+def test_a_folder_that_can_not_be_made_is_a_sentence(capsys):
+    assert main(["plan", *SMALL, "--out", f"{__file__}/plan"]) == 2
+    assert "--out: cannot create" in capsys.readouterr().err
