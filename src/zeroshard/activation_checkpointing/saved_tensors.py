@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
@@ -173,7 +174,7 @@ class Store:
         with torch.no_grad(), self._told():
             kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
         self._number += 1
-        packed = Packed(tensor, flat.data_ptr() == tensor.data_ptr(), kept, self._number, name, self._forward)
+        packed = Packed(tensor, flat.untyped_storage()._cdata == tensor.untyped_storage()._cdata, kept, self._number, name, self._forward)
         self._live[packed.number] = kept
         self._known[key] = weakref.ref(packed)
         weakref.finalize(packed, self._freed.append, (packed.number, key, kept, tensor.nbytes)).atexit = False
@@ -182,7 +183,7 @@ class Store:
 
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
-        if type(tensor) is not Tensor or not tensor.requires_grad or tensor.layout is not torch.strided:
+        if type(tensor) not in (Tensor, FakeTensor) or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
             return False

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..comm.codec import exchange_values
 from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
-from ..memory.ledger import OPTIMIZER
+from ..memory.ledger import OPTIMIZER, claimed
 from ..zero.gradient_account import Clipped
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
@@ -34,7 +34,7 @@ from .cpu_kernels import matches
 from .delayed_update import DelayedStep
 from .lr_schedulers import Tally, respect_skipped_steps
 from .offloaded_step import HostStepper, Job
-from .segments import Run, RunMaker, state_nbytes
+from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
 from .step_record import StepRecord
 from .validation import check_members
@@ -421,8 +421,11 @@ class OptimizerCore:
 
     def _enter_states(self) -> None:
         """States of the inner optimizer; columns enter themselves."""
-        nbytes = state_nbytes(self.inner.state)
+        held = state_tensors(self.inner.state)
+        nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
+            for tensor in held:
+                claimed(tensor)
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 

@@ -21,7 +21,7 @@ Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIV
 
 @dataclass(frozen=True)
 class Phase:
-    """The fullest moment of a phase, of each tier by itself."""
+    """The fullest moment of a phase, of each tier by itself; of device and host together where they are one memory."""
 
     name: str
     held: dict[Tier, Held]

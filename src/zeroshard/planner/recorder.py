@@ -26,7 +26,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
-from ..memory.ledger import Ledger, claims
+from ..memory.ledger import Ledger, listener
+from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
 from .trace import Resource, Task, Trace
 
@@ -46,7 +47,10 @@ _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 class Recorder(Watcher):
     """Writes one trace; `begin` starts it anew. phase, unit: where the rank is, told by who drives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, separate: bool = True) -> None:
+        """separate: the device has a memory of its own; else the fullest moment is that of device and host together."""
+        self._memories = ((Tier.DEVICE,), (Tier.HOST,), (Tier.DISK,)) if separate else ((Tier.DEVICE, Tier.HOST), (Tier.DISK,))
+        self._highest: dict[tuple[str, tuple[Tier, ...]], int] = {}
         self.trace = Trace()
         self.phase, self.unit = "load", ""
         self.ledgers: list[Ledger] = []
@@ -59,8 +63,8 @@ class Recorder(Watcher):
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels = 0.0, 0
         self._began = 0
-        self._paused = False
-        self._claimed: set[int] = set()
+        self._paused = self._away = False
+        self._alive: dict[int, int] = {}  # bytes of storages that no ledger counts
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase: one of `plan.PHASES`."""
@@ -69,6 +73,23 @@ class Recorder(Watcher):
         self.sample()
 
     # -- memory ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Ledgers that are opened meanwhile are watched."""
+        token = listener.set(self)
+        try:
+            yield
+        finally:
+            listener.reset(token)
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        before, self._away = self._away, True
+        try:
+            yield
+        finally:
+            self._away = before
 
     def watch(self, ledger: Ledger) -> None:
         """Whose entries count from now on."""
@@ -80,28 +101,22 @@ class Recorder(Watcher):
         """A new storage: alive until it is not."""
         nbytes = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
         key = storage._cdata
-        self._claimed.discard(key)
+        self._alive[key] = nbytes
         self.alive_nbytes += nbytes
-        weakref.finalize(storage, self._gone, key, nbytes).atexit = False
+        weakref.finalize(storage, self._forget, key).atexit = False
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        if key in self._claimed:
-            self._claimed.discard(key)
-        else:
-            self.alive_nbytes -= nbytes
+    def _forget(self, key: int) -> None:
+        self.alive_nbytes -= self._alive.pop(key, 0)
 
     def claim(self, tensor: Tensor) -> None:
         """A ledger counts it."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._claimed and self.phase != "load":
-            self._claimed.add(storage._cdata)
-            self.alive_nbytes -= -(-storage.nbytes() // _ROUNDED) * _ROUNDED
+        self._forget(tensor.untyped_storage()._cdata)
 
     def held(self, tier: Tier) -> Held:
         """Bytes by category now."""
         found: Held = {}
         for ledger in self.ledgers:
-            for name, nbytes in (ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]).items():
+            for name, nbytes in _entered(ledger, tier).items():
                 if nbytes:
                     found[name] = found.get(name, 0) + nbytes
         if tier is Tier.DEVICE and self.alive_nbytes > 0:
@@ -111,12 +126,12 @@ class Recorder(Watcher):
     def sample(self) -> None:
         """Note what is held, where it is more than before in this phase."""
         phase = self.phase if self.phase != "forward" or not self.backward else "backward"
-        for tier in Tier:
-            total = sum(sum((ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]).values()) for ledger in self.ledgers)
-            total += self.alive_nbytes if tier is Tier.DEVICE else 0
-            known = self.fullest.get((phase, tier))
-            if known is None or total > known["total"]:
-                self.fullest[phase, tier] = self.held(tier) | {"total": total}
+        for tiers in self._memories:
+            total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
+            total += self.alive_nbytes if Tier.DEVICE in tiers else 0
+            if total >= self._highest.get((phase, tiers), 0):  # of equal ones the last: what was just made has its entry by then
+                self._highest[phase, tiers] = total
+                self.fullest |= {(phase, tier): self.held(tier) for tier in tiers}
 
     # -- the trace -------------------------------------------------------------------------------------------
 
@@ -204,6 +219,10 @@ class Recorder(Watcher):
             self._add(Task("host step", self.phase, {Resource.HOST: float(nbytes)}, self._last, numel=numel), last=True)
 
 
+def _entered(ledger: Ledger, tier: Tier) -> Held:
+    return ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]
+
+
 @dataclass(frozen=True)
 class Groups:
     """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
@@ -223,29 +242,20 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.recorder, self.groups, self._under_way = recorder, groups, weakref.WeakKeyDictionary()
         self._messages: Counter[str] = Counter()
-        self._token: Any = None
-        self.subclass: type | None = None
+        self.subclasses: tuple[type, ...] = (ShardedTensor,)
         if groups.axes:
             from torch.distributed.tensor import DTensor
 
-            self.subclass = DTensor
+            self.subclasses = (ShardedTensor, DTensor)
 
     def begin(self, trace: Trace) -> None:
         """What follows is written to a new trace."""
         self._messages.clear()
         self.recorder.begin(trace)
 
-    def __enter__(self) -> Operators:
-        self._token = claims.set(self.recorder.claim)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        claims.reset(self._token)
-        super().__exit__(*error)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.subclass is not None and any(issubclass(kind, self.subclass) for kind in types):
-            return NotImplemented  # first what a DTensor makes of it
+        if any(issubclass(kind, self.subclasses) for kind in types):
+            return NotImplemented  # first what it makes of it
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -265,7 +275,7 @@ class Operators(TorchDispatchMode):
             if storage._cdata not in known:
                 fresh[storage._cdata] = storage
         recorder = self.recorder
-        if fresh and recorder.phase != "load" and not recorder._paused:
+        if fresh and not (recorder._paused or recorder._away):
             for storage in fresh.values():
                 recorder.born(storage)
             recorder.sample()
