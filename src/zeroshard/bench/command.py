@@ -8,6 +8,7 @@
     zeroshard bench --sections network --bandwidths 100M,1G             a slow link between nodes
     zeroshard bench --sections parallel          8 ranks: pipeline, data and tensor parallelism
     zeroshard bench --sections host              the micro-benchmarks only
+    zeroshard bench --calibrate                  nothing of these: a hardware file of this machine for zeroshard plan
 
 Writes results.json, results.md (the tables in Markdown), plots and one log per rank below --out. Fails (exit code 1) if losses
 disagree or a contender that was started failed; a missed goal is reported, not an error.
@@ -32,7 +33,20 @@ import torch
 from ..cli.arguments import Parser, UsageError
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
-from . import checkpoints, codecs, cpu_adam, disk, gpu, host_overhead, network, parallel, plot, report, statistics
+from . import (
+    calibrate,
+    checkpoints,
+    codecs,
+    cpu_adam,
+    disk,
+    gpu,
+    host_overhead,
+    network,
+    parallel,
+    plot,
+    report,
+    statistics,
+)
 from .micro_benchmark import Unmeasured, apart
 from .plan import (
     CONTENDERS,
@@ -50,6 +64,7 @@ from .report import NOT_ASKED, Results
 from .tables import make_console
 
 ROUNDS, QUICK_ROUNDS, TIERS_ROUNDS = 6, 3, 4
+HARDWARE_FILE = Path("hardware.toml")
 NO_DISK = "no folder on a local disk; name one with --path"
 SECTIONS = {  # in the order in which they are run
     "cpu": "step time and memory on CPU ranks",
@@ -89,15 +104,17 @@ class Plan:
 def main(argv: list[str] | None = None) -> int:
     """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
+    console = make_console()
+    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
     try:
+        if given.calibrate:
+            return calibrate.command(given.ranks, given.path, given.out or HARDWARE_FILE, say)
         plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
     import matplotlib  # noqa: F401  # now, and not at the end, where it is drawn with
 
-    console = make_console()
     plan.out.mkdir(parents=True, exist_ok=True)
-    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
     with swap_folder(given.path, plan.out) as path:
         results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
     return _finish(results, plan.out, console)
@@ -112,6 +129,7 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
+    add("--calibrate", action="store_true", help=f"measure this machine for zeroshard plan and simulate; --out: {HARDWARE_FILE}")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
     add("--precision", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
@@ -130,7 +148,7 @@ def _parser() -> Parser:
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
     usual = network.Plan.bandwidths
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
-    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>)")
+    add("--out", type=Path, help="folder of the results (default: runs/bench-<time>); the file with --calibrate")
     return parser
 
 

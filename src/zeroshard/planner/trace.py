@@ -4,7 +4,7 @@
                     :             :
     inside           | gather 2  |                       started where the program starts it, waited for where it waits
 
-A task occupies its resources together, from its beginning to its end, in the order in which tasks were started. A rank's
+A task occupies its resources together, from its beginning to its end, in the order in which tasks can begin. A rank's
 program order, what it starts ahead and where it waits are those of the runtime that was traced (`recorder.py`), or of a
 schedule that was written from a model's profile (`schedule.py`).
 """
@@ -35,9 +35,11 @@ class Task:
 
     name: "gather blocks.3", "forward blocks.3". phase: "forward", "backward", "step". nbytes: bytes by resource: what this rank
     sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
-    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. peers: ranks that meet in a
-    collective. numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins.
-    channel: of a send or receive between stages: what joins the two, see `pipelines`.
+    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. products: those among
+    them that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart. peers: ranks that meet in a collective.
+    numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins. channel: of
+    a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets other
+    bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring.
     """
 
     name: str
@@ -52,6 +54,8 @@ class Task:
     dtype: str = "fp32"  # in which is computed: its peak is the device's for it
     unit: str = ""  # of the model
     channel: str = ""
+    distinct: bool = False
+    products: int = 0
 
     @property
     def resources(self) -> tuple[Resource, ...]:
