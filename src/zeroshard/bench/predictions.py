@@ -47,16 +47,16 @@ LIMIT_S = 300.0
 
 
 def gpt() -> nn.Module:
-    """27M parameters."""
-    return GPT(GPTConfig(vocab_size=8192, seq_len=256, dim=512, layers=6, heads=8))
+    """59M parameters."""
+    return GPT(GPTConfig(vocab_size=4096, seq_len=256, dim=1024, layers=4, heads=16))
 
 
 def llama() -> nn.Module:
-    """26M parameters; grouped queries, a gated MLP."""
+    """56M parameters; grouped queries, a gated MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1408, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
+        vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, num_key_value_heads=8,
         max_position_embeddings=256, use_cache=False,
     ))  # fmt: skip
 
@@ -88,15 +88,15 @@ class Case:
 FOLDER = "FOLDER"
 _DISK = {"offload_path": FOLDER}
 CASES = (
-    Case("gpt-0", gpt, (2, 128), {"stage": 0}),
-    Case("gpt-1-accumulate", gpt, (1, 128), {"stage": 1}, micro_batches=3),
-    Case("gpt-2-bf16", gpt, (2, 128), {"stage": 2, "precision": "bf16"}),
-    Case("gpt-3", gpt, (2, 128), {"stage": 3}),
-    Case("gpt-3-checkpoints-accumulate", gpt, (1, 256), {"stage": 3}, micro_batches=3, checkpointing=True),
-    Case("gpt-3-host", gpt, (2, 128), {"stage": 3, "precision": "bf16", "offload_optimizer": "cpu", "offload_param": "cpu"}),
-    Case("gpt-3-disk", gpt, (2, 128), {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", **_DISK}),
-    Case("llama-1", llama, (2, 128), {"stage": 1}, whole=True),
-    Case("llama-2-disk", llama, (2, 128), {"stage": 2, "precision": "bf16", "offload_optimizer": "nvme", **_DISK}),
+    Case("gpt-0", gpt, (1, 128), {"stage": 0}),
+    Case("gpt-1-accumulate", gpt, (1, 64), {"stage": 1}, micro_batches=3),
+    Case("gpt-2-bf16", gpt, (1, 128), {"stage": 2, "precision": "bf16"}),
+    Case("gpt-3", gpt, (1, 128), {"stage": 3}),
+    Case("gpt-3-checkpoints-accumulate", gpt, (1, 128), {"stage": 3}, micro_batches=3, checkpointing=True),
+    Case("gpt-3-host", gpt, (1, 128), {"stage": 3, "precision": "bf16", "offload_optimizer": "cpu", "offload_param": "cpu"}),
+    Case("gpt-3-disk", gpt, (1, 128), {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", **_DISK}),
+    Case("llama-1", llama, (1, 128), {"stage": 1}, whole=True),
+    Case("llama-2-disk", llama, (1, 128), {"stage": 2, "precision": "bf16", "offload_optimizer": "nvme", **_DISK}),
     Case("llama-3-checkpoints", llama, (4, 128), {"stage": 3}, checkpointing=True),
 )
 
@@ -120,10 +120,7 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     """A process that trains as a user would, and then once more, looked at operator by operator."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    _train(replace(case, model=_tiny, batch=(4, 16)), folder, 2, None)
-    for dtype in (torch.float32, torch.bfloat16):  # the libraries of matrices keep what they take for large ones
-        (matrix := torch.ones(2048, 2048, dtype=dtype)) @ matrix
-    del matrix
+    _train(replace(case, micro_batches=1), folder, 1, None)  # torch and its libraries load, and keep, what they do once
     gc.collect()
     _trim()
     _meet()
@@ -136,11 +133,6 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return make()
-
-
-def _tiny() -> nn.Module:
-    """Makes torch and the runtime load what they load once."""
-    return GPT(GPTConfig(vocab_size=64, seq_len=16, dim=32, layers=2, heads=2))
 
 
 def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> list[float]:
@@ -167,7 +159,6 @@ def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> li
         if resident is not None:
             resident.note("step" if step else "first step")
     if resident is not None:
-        _trim()
         zs.save(f"{folder}/saved", model, optimizer)
         resident.note("save")
     zs.close(model, restore=False)

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from .. import api
 from ..activation_checkpointing.checkpoint import checkpoint_activations
+from ..activation_checkpointing.storage import CHECKPOINTS
 from ..checkpoint.rank_file import ROTATING, Ring
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
@@ -30,7 +31,7 @@ from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
-from .plan import ACTIVATIONS, PHASES, Phase, Plan
+from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Groups, Operators, Recorder
 from .trace import Resource, Trace
 
@@ -175,13 +176,17 @@ class _Run:
             tokens = self._tokens
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
-        phases = tuple(
-            Phase(phase, {tier: held for tier in Tier if (held := recorder.fullest.get((phase, tier)))}) for phase in PHASES
-        )
+        phases = tuple(self._phase(phase, separate) for phase in PHASES)
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
             tuple(recorder.moments), recorder.trace, text, self.sent, self.activations,
         )  # fmt: skip
+
+    def _phase(self, name: str, separate: bool) -> Phase:
+        held = {tier: found for tier in Tier if (found := dict(self.recorder.fullest.get((name, tier), {})))}
+        if not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK:
+            held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: self.recorder.kept(name)}
+        return Phase(name, held)
 
     @contextlib.contextmanager
     def _world(self, meshed: bool) -> Iterator[Any]:
@@ -231,6 +236,7 @@ class _Run:
     def _computed(self) -> None:
         """Forward and backward are over."""
         self.recorder.at("", False)
+        self.recorder.optimizing = True
         if self.recorder.phase == "forward":
             self.recorder.enter("step")
 
@@ -323,7 +329,7 @@ def _kept(recorder: Recorder) -> dict[str, int]:
     for moment in recorder.moments:
         if moment.phase == "backward" or (len(kept) > 2 and moment.unit == next(iter(kept))):
             break  # a second micro-batch
-        now = moment.held.get(ACTIVATIONS, 0)
+        now = moment.held.get(ACTIVATIONS, 0) + moment.held.get(CHECKPOINTS, 0)
         kept[moment.unit] = kept.get(moment.unit, 0) + now - before
         before = now
     return kept

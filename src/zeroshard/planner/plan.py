@@ -15,6 +15,7 @@ from .trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that computation holds: inputs, logits, temporaries
+KEPT = "kept by the C library"  # CPUs: holes in the heap that other phases have left, see memory/host_memory.py
 
 Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIVATIONS
 

@@ -27,6 +27,7 @@ from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
 from ..memory.ledger import Ledger, listener
+from ..memory.host_memory import MMAP_NBYTES
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
 from .trace import Resource, Task, Trace
@@ -61,15 +62,19 @@ class Recorder(Watcher):
         self.backward = False  # told by who watches autograd
         self._last: Ticket = ()
         self._flops: dict[str, float] = {}
-        self._nbytes, self._kernels = 0.0, 0
+        self._nbytes, self._kernels, self._products = 0.0, 0, 0
         self._began = 0
         self._paused = self._away = False
         self._alive: dict[int, int] = {}  # bytes of storages that no ledger counts
+        self.optimizing = False  # told by who drives it: forward and backward are over
+        self._heap_nbytes = 0  # of blocks that come from the C library's heap
+        self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
+        self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase: one of `plan.PHASES`."""
         self.flush()
-        self.phase, self.backward = phase, False
+        self.phase, self.backward, self.optimizing = phase, False, phase == "step"
         self.sample()
 
     # -- memory ----------------------------------------------------------------------------------------------
@@ -104,6 +109,24 @@ class Recorder(Watcher):
         self._alive[key] = nbytes
         self.alive_nbytes += nbytes
         weakref.finalize(storage, self._forget, key).atexit = False
+        if nbytes < MMAP_NBYTES:
+            self._heap_nbytes += nbytes
+            self._heap_highest[self.optimizing] = max(self._heap_highest[self.optimizing], self._heap_nbytes)
+            weakref.finalize(storage, self._given_back, nbytes).atexit = False
+
+    def _given_back(self, nbytes: int) -> None:
+        self._heap_nbytes -= nbytes
+
+    def kept(self, phase: str) -> int:
+        """Bytes of the C library's heap that are free at the fullest moment of a phase: what others have left is in pieces.
+
+        Blocks are aligned by cutting off a little of them, which stays in use and keeps holes apart (glibc 2.36): what forward and
+        backward have freed is of no use to the step's larger blocks, and the other way round.
+        """
+        computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
+        if phase in ("load", "save"):
+            return computing + stepping if phase == "save" else 0
+        return computing if self._moment_of.get(phase) else stepping if phase != "first step" else 0
 
     def _forget(self, key: int) -> None:
         self.alive_nbytes -= self._alive.pop(key, 0)
@@ -131,6 +154,7 @@ class Recorder(Watcher):
             total += self.alive_nbytes if Tier.DEVICE in tiers else 0
             if total >= self._highest.get((phase, tiers), 0):  # of equal ones the last: what was just made has its entry by then
                 self._highest[phase, tiers] = total
+                self._moment_of[phase] = self.optimizing if Tier.DEVICE in tiers else self._moment_of.get(phase, False)
                 self.fullest |= {(phase, tier): self.held(tier) for tier in tiers}
 
     # -- the trace -------------------------------------------------------------------------------------------
@@ -139,6 +163,7 @@ class Recorder(Watcher):
         """A new trace; what was started before is over."""
         self.flush()
         self.trace, self._last, self.moments, self.forward_flops = trace, (), [], 0.0
+        self._heap_highest = {False: 0, True: 0}
         self._began += 1
 
     def compute(self, flops: float, nbytes: float, dtype: str) -> None:
@@ -146,8 +171,11 @@ class Recorder(Watcher):
         if self._paused:
             return
         self._flops[dtype] = self._flops.get(dtype, 0.0) + flops
-        self._nbytes += nbytes
         self._kernels += 1
+        if flops:
+            self._products += 1
+        else:
+            self._nbytes += nbytes
 
     def at(self, unit: str, backward: bool) -> None:
         """The rank has come to a unit of the model."""
@@ -171,9 +199,9 @@ class Recorder(Watcher):
         name = f"{self._phase} {self.unit}".strip()
         self._add(Task(
             name, self._phase, {Resource.DEVICE: self._nbytes}, flops=flops, kernels=self._kernels, dtype=dtype, unit=self.unit,
-            after=self._last,
+            after=self._last, products=self._products,
         ), last=True)  # fmt: skip
-        self._flops, self._nbytes, self._kernels = {}, 0.0, 0
+        self._flops, self._nbytes, self._kernels, self._products = {}, 0.0, 0, 0
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         number = self.trace.add(task)
