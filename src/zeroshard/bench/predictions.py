@@ -114,6 +114,7 @@ class Run:
     grown_nbytes: dict[str, int]
     step_s: list[float]
     load: float
+    parts: list[tuple[float, float, float]]  # of each step: seconds of forward and backward, of all, and of this process's cores
 
 
 def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
@@ -127,7 +128,7 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     resident = Resident()
     step_s = _train(case, folder, 1 + steps, resident)
     plan = observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
-    return Run(resident.grown, step_s[1:], os.getloadavg()[0]), plan
+    return Run(resident.grown, [s for _, s, _ in step_s[1:]], os.getloadavg()[0], step_s[1:]), plan
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -135,7 +136,7 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> list[float]:
+def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> list[tuple[float, float, float]]:
     """As a user would."""
     model = case.model() if case.whole else _on_meta(case.model)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -147,15 +148,16 @@ def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> li
         resident.note("load")
     for step in range(steps):
         _meet()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         for number in range(case.micro_batches):
             with zs.accumulate(model) if number + 1 < case.micro_batches else contextlib.nullcontext():
                 _backward(model, torch.randint(0, 64, case.batch), case.micro_batches)
+        middle = time.perf_counter()
         if resident is not None and step:
             resident.note("computed")
         optimizer.step()
         optimizer.zero_grad()
-        step_s.append(time.perf_counter() - begin)
+        step_s.append((middle - begin, time.perf_counter() - begin, time.process_time() - cpu))
         if resident is not None:
             resident.note("step" if step else "first step")
     if resident is not None:

@@ -27,7 +27,7 @@ from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
 from ..memory.ledger import Ledger, listener
-from ..memory.host_memory import MMAP_NBYTES
+from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
 from .trace import Resource, Task, Trace
@@ -42,6 +42,7 @@ _FLOPS = {  # of operators that torch's table lacks
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
 }  # fmt: skip
+_OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # do not read what they write to
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
@@ -69,11 +70,14 @@ class Recorder(Watcher):
         self.optimizing = False  # told by who drives it: forward and backward are over
         self._heap_nbytes = 0  # of blocks that come from the C library's heap
         self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
+        self._heap_loading = 0  # and before the first
         self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase: one of `plan.PHASES`."""
         self.flush()
+        if self.phase == "load":
+            self._heap_loading, self._heap_highest = self._heap_highest[False], {False: 0, True: 0}
         self.phase, self.backward, self.optimizing = phase, False, phase == "step"
         self.sample()
 
@@ -124,9 +128,12 @@ class Recorder(Watcher):
         backward have freed is of no use to the step's larger blocks, and the other way round.
         """
         computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
-        if phase in ("load", "save"):
-            return computing + stepping if phase == "save" else 0
-        return computing if self._moment_of.get(phase) else stepping if phase != "first step" else 0
+        if phase == "load":
+            return 0
+        kept = min(self._heap_loading, KEEP_NBYTES)
+        if phase == "save" or self._moment_of.get(phase):
+            kept += computing
+        return kept + (stepping if phase in ("save", "forward", "backward") else 0)
 
     def _forget(self, key: int) -> None:
         self.alive_nbytes -= self._alive.pop(key, 0)
@@ -251,6 +258,13 @@ def _entered(ledger: Ledger, tier: Tier) -> Held:
     return ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]
 
 
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors that an operator changes in place."""
+    given = [(argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)]
+    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [x for value in found for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
+
+
 @dataclass(frozen=True)
 class Groups:
     """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
@@ -307,11 +321,14 @@ class Operators(TorchDispatchMode):
             for storage in fresh.values():
                 recorder.born(storage)
             recorder.sample()
-        changes = bool(fresh) or any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
-        if changes and tensors:
+        written = _written(func, args, kwargs)
+        if (fresh or written) and tensors:
             count = flop_registry.get(func.overloadpacket) or _FLOPS.get(func._schema.name.partition("::")[2])
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-            moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in results if x.untyped_storage()._cdata in fresh)
+            over = func._schema.name.partition("::")[2] in _OVERWRITE
+            read = {id(x): x.nbytes for x in tensors if not (over and any(x is each for each in written))}
+            made = [x for x in results if x.untyped_storage()._cdata in fresh]
+            moved = sum(read.values()) + sum(x.nbytes for x in (*written, *made))
             recorder.compute(flops, moved, _NAMES.get(tensors[0].dtype, "fp32"))
         return result
 
