@@ -10,6 +10,7 @@ import torch
 import zeroshard as zs
 from zeroshard.activation_checkpointing.storage import CHECKPOINTS
 from zeroshard.cli.options import parse_train
+from zeroshard.comm.base import CHUNK_NUMEL
 from zeroshard.config import Tier
 from zeroshard.launch import spawn
 from zeroshard.memory.ledger import MASTERS, OPTIMIZER
@@ -20,6 +21,7 @@ from zeroshard.testing import run_threads
 
 SHAPE = GPTConfig(vocab_size=512, seq_len=64, dim=128, layers=3, heads=4)
 QUICKSTART = Path(__file__).parents[2] / "quickstart"
+CHUNK_NBYTES = 4 * CHUNK_NUMEL  # of the host's step, which goes over all at once where nothing is computed
 CASES = {
     "stage 3, checkpoints, accumulation": dict(stage=3, micro_batches=3, checkpointing=True),
     "stage 2, bf16, states on disk": dict(stage=2, precision="bf16", offload_optimizer="nvme"),
@@ -39,11 +41,10 @@ def counted(plan: Plan, phase: str) -> dict[tuple[str, str], int]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_real_ranks_hold_what_was_planned(name, tmp_path):
-    given = dict(batch=(2, 64), ranks=2, separate=False, **CASES[name])
+    given = dict(batch=(2, 64), ranks=2, separate=False, whole=True, **CASES[name])  # whole: rank 0's values are given to all
     if "offload_optimizer" in given:
         given["offload_path"] = str(tmp_path)
     plan = zs.plan(lambda: GPT(SHAPE), **given)
-    torch.manual_seed(0)
     seen = run_threads(2, lambda rank: observe(lambda: GPT(SHAPE), rank=rank, **given))[0]
     for phase in ("forward", "backward", "step", "save"):
         planned, real = counted(plan, phase), counted(seen, phase)
@@ -52,7 +53,7 @@ def test_real_ranks_hold_what_was_planned(name, tmp_path):
             assert planned[key] == pytest.approx(real[key], rel=0.35 if key[1] == "staging" else 0), (phase, key)
     for phase in ("forward", "backward"):
         activations = [{each.name: each for each in found.phases}[phase].held[Tier.DEVICE][ACTIVATIONS] for found in (plan, seen)]
-        assert activations[0] == pytest.approx(activations[1], rel=0.05), phase
+        assert activations[0] == pytest.approx(activations[1], rel=0.05, abs=CHUNK_NBYTES), phase
     expected = {("device", CHECKPOINTS)} if "checkpointing" in given else {("disk", OPTIMIZER), ("disk", MASTERS)}
     assert expected <= counted(plan, "backward").keys()
 

@@ -1,11 +1,13 @@
 """Prediction against reality: what a dry run says of memory and time, beside what two ranks of this machine take.
 
-    python -m zeroshard.bench.predictions                    memory: ten configurations, some four minutes
-    python -m zeroshard.bench.predictions --only gpt-3       those whose names contain it
-    python -m zeroshard.bench.predictions --time h.toml      and seconds a step, on hardware as `zeroshard bench --calibrate` wrote it
+    python -m zeroshard.bench.predictions                              ten configurations, some three minutes
+    python -m zeroshard.bench.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
+    python -m zeroshard.bench.predictions --time hardware.toml         seconds too, on what `zeroshard bench --calibrate` has written
 
-Of each configuration, three runs: the plan; two processes that train (resident memory, seconds); and the same once more,
-looked at operator by operator (bytes by category). On a CPU device and host are one memory.
+Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at
+operator by operator. *Entered*: bytes in ledgers, which the runtime allocates; *live*: and all other tensors. *Resident*: how much
+the kernel counts beyond what a process had before the model, memory that both ranks see in equal parts. *Processor*: seconds of a
+rank's own cores, in which other programs of the machine do not count. On a CPU device and host are one memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -37,11 +39,14 @@ from ..launch import run_processes, share_imports
 from ..models import GPT, GPTConfig
 from ..parallel.parallelize import next_token_loss
 from ..planner.dry_run import observe
-from ..planner.plan import PHASES, Plan
+from ..planner.hardware import Hardware
+from ..planner.plan import ACTIVATIONS, KEPT, Plan
+from ..planner.simulator import simulate
 from . import memory
 from .tables import make_console
 
 RANKS = 2
+FOLDER = "FOLDER"
 STEPS = 3  # timed, after the first
 LIMIT_S = 300.0
 
@@ -85,7 +90,6 @@ class Case:
         }  # fmt: skip
 
 
-FOLDER = "FOLDER"
 _DISK = {"offload_path": FOLDER}
 CASES = (
     Case("gpt-0", gpt, (1, 128), {"stage": 0}),
@@ -101,34 +105,31 @@ CASES = (
 )
 
 
-def planned(case: Case, folder: str) -> Plan:
-    """By the dry run."""
-    return zs.plan(case.model, ranks=RANKS, separate=False, **case.settings(folder))
-
-
 @dataclass(frozen=True)
 class Run:
-    """Of one rank of a real run. grown_nbytes: resident memory at its highest beyond that before the model, memory that both ranks see
-    counted in equal parts; by phase. step_s: of each step but the first. load: runnable processes, on average of a minute."""
+    """Of one rank of a real run.
+
+    grown_nbytes: resident memory at its highest, by phase. steps: of each but the first (seconds, seconds of its cores). load:
+    processes that want to run, on average of a minute.
+    """
 
     grown_nbytes: dict[str, int]
-    step_s: list[float]
+    steps: list[tuple[float, float]]
     load: float
-    parts: list[tuple[float, float, float]]  # of each step: seconds of forward and backward, of all, and of this process's cores
 
 
 def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> tuple[Run, Plan]:
     """A process that trains as a user would, and then once more, looked at operator by operator."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    _train(replace(case, micro_batches=1), folder, 1, None)  # torch and its libraries load, and keep, what they do once
+    train(replace(case, micro_batches=1), folder, 1)  # torch and its libraries load, and keep, what they do once
     gc.collect()
-    _trim()
-    _meet()
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+    dist.barrier()
     resident = Resident()
-    step_s = _train(case, folder, 1 + steps, resident)
-    plan = observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
-    return Run(resident.grown, [s for _, s, _ in step_s[1:]], os.getloadavg()[0], step_s[1:]), plan
+    taken = train(case, folder, 1 + steps, resident)
+    load = os.getloadavg()[0]
+    return Run(resident.grown, taken[1:], load), observe(case.model, ranks=world_size, rank=rank, **case.settings(folder))
 
 
 def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
@@ -136,49 +137,36 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
         return make()
 
 
-def _train(case: Case, folder: str, steps: int, resident: Resident | None) -> list[tuple[float, float, float]]:
-    """As a user would."""
+def train(case: Case, folder: str, steps: int, resident: Resident | None = None) -> list[tuple[float, float]]:
+    """Some steps, and a save where memory is looked at. Of each step: seconds, and seconds of this process's cores."""
     model = case.model() if case.whole else _on_meta(case.model)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = zs.shard(model, optimizer, **case.shard_options(folder))
     if case.checkpointing:
         checkpoint_activations(model)
-    step_s = []
-    if resident is not None:
-        resident.note("load")
+    note = resident.note if resident is not None else lambda phase: None
+    note("load")
+    taken = []
     for step in range(steps):
-        _meet()
-        begin, cpu = time.perf_counter(), time.process_time()
+        dist.barrier()
+        begin, cores = time.perf_counter(), time.process_time()
         for number in range(case.micro_batches):
             with zs.accumulate(model) if number + 1 < case.micro_batches else contextlib.nullcontext():
                 _backward(model, torch.randint(0, 64, case.batch), case.micro_batches)
-        middle = time.perf_counter()
-        if resident is not None and step:
-            resident.note("computed")
         optimizer.step()
         optimizer.zero_grad()
-        step_s.append((middle - begin, time.perf_counter() - begin, time.process_time() - cpu))
-        if resident is not None:
-            resident.note("step" if step else "first step")
+        taken.append((time.perf_counter() - begin, time.process_time() - cores))
+        note("step" if step else "first step")
     if resident is not None:
         zs.save(f"{folder}/saved", model, optimizer)
-        resident.note("save")
+        note("save")
     zs.close(model, restore=False)
-    return step_s
+    return taken
 
 
 def _backward(model: nn.Module, tokens: torch.Tensor, micro_batches: int) -> None:
     output = model(tokens)
     (next_token_loss(getattr(output, "logits", output), tokens) / micro_batches).backward()
-
-
-def _meet() -> None:
-    dist.barrier()
-
-
-def _trim() -> None:
-    """Freed memory goes back to the system, as far as it is whole pages."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 class Resident:
@@ -206,43 +194,65 @@ def _own_nbytes(resident: int) -> int:
 def main() -> int:
     """The tables."""
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.predictions", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--only", default="", help="configurations whose names contain this")
+    parser.add_argument("--details", action="store_true", help="each category of bytes in each phase")
     parser.add_argument("--time", metavar="HARDWARE", help="seconds a step, too: a name or a file of hardware")
     given = parser.parse_args()
-    console = make_console()
+    hardware = Hardware.named(given.time) if given.time else None
     share_imports(["torch.distributed", "transformers", "zeroshard.bench.worker", "zeroshard.planner.dry_run"])
+    console, sheet = make_console(), Table("configuration", "of", "predicted", "measured", "", title="prediction and reality")
     for case in CASES:
-        if given.only in case.name:
-            with tempfile.TemporaryDirectory() as folder:
-                plan = planned(case, folder)
-                found = run_processes(measure, RANKS, case, folder, STEPS if given.time else 1, timeout_s=LIMIT_S)
-            if os.environ.get("DUMP"):
-                import pickle
-                pickle.dump((plan, found), open(os.environ["DUMP"] + "/" + case.name, "wb"))
-            console.print(_table(case, plan, [run for run, _ in found], found[0][1]))
+        if given.only not in case.name:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            plan = zs.plan(case.model, ranks=RANKS, separate=False, **case.settings(folder))
+            found = run_processes(measure, RANKS, case, folder, STEPS if hardware else 1, timeout_s=LIMIT_S)
+        runs, seen = [run for run, _ in found], found[0][1]
+        if given.details:
+            console.print(_details(case.name, plan, seen, runs))
+        _summarise(sheet, case.name, plan, seen, runs)
+        if hardware is not None:
+            predicted = simulate(plan.trace, hardware).step_s
+            for name, which in (("wall", 0), ("processor", 1)):
+                seconds = median(step[which] for run in runs for step in run.steps)
+                sheet.add_row("", f"seconds, {name} (load {runs[0].load:.1f})", *_compared(predicted, seconds, ".2f"))
+    console.print(sheet)
     return 0
 
 
-def _table(case: Case, plan: Plan, runs: list[Run], seen: Plan) -> Table:
-    table = Table("phase", "of", "planned", "seen", "", title=case.name)
-    for name in PHASES:
-        mine, real = (next((p for p in each.phases if p.name == name), None) for each in (plan, seen))
+def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:
+    """At the fullest moment of device and host before a save."""
+    phases = [phase.held for phase in plan.phases if phase.name != "save"]
+    return max(
+        sum(nbytes for tier in (Tier.DEVICE, Tier.HOST) for name, nbytes in held.get(tier, {}).items() if name not in without)
+        for held in phases
+    )
+
+
+def _summarise(sheet: Table, name: str, plan: Plan, seen: Plan, runs: list[Run]) -> None:
+    sheet.add_row(name, "entered", *_compared(_nbytes(plan, (ACTIVATIONS, KEPT)), _nbytes(seen, (ACTIVATIONS, KEPT))))
+    sheet.add_row("", "live", *_compared(_nbytes(plan, (KEPT,)), _nbytes(seen, (KEPT,))))
+    grown = fmean(max(nbytes for phase, nbytes in run.grown_nbytes.items() if phase != "save") for run in runs)
+    sheet.add_row("", "resident", *_compared(_nbytes(plan), grown))
+    saving = sum(plan.peak(tier, ("save",)) for tier in (Tier.DEVICE, Tier.HOST))
+    sheet.add_row("", "resident, saving", *_compared(saving, fmean(run.grown_nbytes["save"] for run in runs)))
+
+
+def _details(name: str, plan: Plan, seen: Plan, runs: list[Run]) -> Table:
+    table = Table("phase", "of", "predicted", "measured", "", title=name)
+    for mine, real in zip(plan.phases, seen.phases, strict=True):
         for tier in Tier:
-            a, b = (p.held.get(tier, {}) if p else {} for p in (mine, real))
-            for key in sorted({*a, *b}):
-                if a.get(key, 0) or b.get(key, 0):
-                    table.add_row(name, f"{tier.value} {key}", *_compared(a.get(key, 0), b.get(key, 0)))
-    for phase in runs[0].grown_nbytes:
-        grown = sum(run.grown_nbytes[phase] for run in runs) / len(runs)
-        names = {"computed": ("forward", "backward"), "step": ("step",)}.get(phase, (phase,))
-        both = sum(plan.peak(tier, names) for tier in (Tier.DEVICE, Tier.HOST))
-        table.add_row(f"[b]{phase}", "resident", *_compared(both, grown))
-    table.add_row("", "step", "", f"{median(runs[0].step_s):.2f} s", f"load {runs[0].load:.1f}")
+            held, truly = (each.held.get(tier, {}) for each in (mine, real))
+            for key in sorted({*held, *truly}):
+                if held.get(key) or truly.get(key):
+                    table.add_row(mine.name, f"{tier.value} {key}", *_compared(held.get(key, 0), truly.get(key, 0)))
+        if grown := [run.grown_nbytes[mine.name] for run in runs if mine.name in run.grown_nbytes]:
+            table.add_row(mine.name, "[b]resident", *_compared(mine.nbytes(Tier.DEVICE) + mine.nbytes(Tier.HOST), fmean(grown)))
     return table
 
 
-def _compared(planned: float, seen: float) -> tuple[str, str, str]:
-    return f"{planned:,.0f}", f"{seen:,.0f}", f"{planned / seen - 1:+.1%}" if seen else "none"
+def _compared(planned: float, seen: float, form: str = ",.0f") -> tuple[str, str, str]:
+    return f"{planned:{form}}", f"{seen:{form}}", f"{planned / seen - 1:+.1%}" if seen else ""
 
 
 if __name__ == "__main__":

@@ -172,7 +172,7 @@ class _Run:
                 for runtime in runtimes:
                     checkpoint_activations(runtime.model, **({} if checkpointing is True else checkpointing))
             self._train(step, runtimes, batch, operators)
-            text = report(runtimes[0].model)
+            text = self._report
             tokens = self._tokens
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
@@ -253,6 +253,7 @@ class _Run:
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
                 step(batches)
                 del batches
+            self._report = report(runtimes[0].model)
             recorder.enter("save")
             self._save(runtimes)
         recorder.flush()
