@@ -122,7 +122,7 @@ def measure(rank: int, world_size: int, case: Case, folder: str, steps: int) -> 
     """A process that trains as a user would, and then once more, looked at operator by operator."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    train(replace(case, micro_batches=1), folder, 1)  # torch and its libraries load, and keep, what they do once
+    train(replace(case, micro_batches=1, batch=(1, 8)), folder, 1)  # torch and its libraries load, and keep, what they do once
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
     dist.barrier()

@@ -26,8 +26,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
-from ..memory.ledger import Ledger, listener
 from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
+from ..memory.ledger import Ledger, listener
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
 from .trace import Resource, Task, Trace
