@@ -46,6 +46,8 @@ class FileKept(Kept):
 class DiskPlace(Place):
     """Files in a swap folder of this rank, which is removed at the end."""
 
+    imagines = False
+
     def __init__(
         self, offload: Offload, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int,
         prefetch: int, rank: int,

@@ -183,7 +183,8 @@ class Store:
 
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
-        if type(tensor) not in (Tensor, FakeTensor) or not tensor.requires_grad or tensor.layout is not torch.strided:
+        known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
+        if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
             return False

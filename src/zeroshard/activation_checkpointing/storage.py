@@ -60,6 +60,7 @@ class Place(ABC):
 
     tier: Tier
     foreseen = 0
+    imagines = True  # takes fake tensors, of planning
 
     def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
