@@ -101,7 +101,7 @@ class StagingPool:
         try:
             while True:
                 waiting = None
-                for number, buffer in enumerate(self._buffers):
+                for number, buffer in self._in_order():
                     if buffer.taken or not (buffer.touched or number < self.count):
                         continue
                     if buffer.work is None or buffer.work.drained():
@@ -124,6 +124,11 @@ class StagingPool:
         finally:
             if announced:
                 self.comm.announce(None)
+
+    def _in_order(self) -> list[tuple[int, _Buffer]]:
+        """As they are tried. Imagined peers are a little late, as real ones mostly are: all of the usual number come to be used."""
+        numbered = list(enumerate(self._buffers))
+        return sorted(numbered, key=lambda each: each[1].touched) if self.comm.imagined else numbered
 
     def _further(self) -> int:
         """A buffer beyond the usual number."""
