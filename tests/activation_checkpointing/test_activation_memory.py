@@ -290,12 +290,13 @@ def test_a_released_parameter_among_the_inputs_is_named():
         passed.restore()
 
 
-def test_fake_tensors_pass(activate):
-    """Planning runs the model on tensors without memory: their checkpoints are checkpoints, and nothing is stored."""
+@pytest.mark.parametrize("offload, packed", [("cpu", 3), ("nvme", 0)])
+def test_fake_tensors_are_stored_in_memory_and_pass_real_disks(activate, offload, packed):
+    """Planning runs the model on tensors without memory. Without imagined ranks the files are real, and take none of them."""
     with FakeTensorMode():
-        model = activate(Stack(DIM), "cpu")
+        model = activate(Stack(DIM), offload)
         square(model, (torch.randn(4, DIM),)).backward()
-    assert zs.activation_report(model).packed == 0 and model.first.weight.grad.shape == (DIM, DIM)
+    assert zs.activation_report(model).packed == packed and model.first.weight.grad.shape == (DIM, DIM)
 
 
 @pytest.mark.parametrize("blocks, free, needed", [("auto", 0, 3 * 4096), ("auto", 3 * 4096, None), (None, 4096, 4096)])

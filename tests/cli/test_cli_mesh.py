@@ -175,7 +175,7 @@ def test_parts_of_a_model_train_as_the_whole_does(text, tmp_path, monkeypatch):
     parts = mesh_trainer.MeshTrainer(options, alone, corpus)
     (run,) = made
     assert run.asked == {
-        "mesh": (("pp", "dp", "tp"), (2, 1, 2)), "micro_batches": 3, "schedule": "gpipe", "sequence_parallel": True,
+        "mesh": (("pp", "dp", "tp"), (2, 1, 2)), "micro_batches": 3, "schedule": "gpipe", "sequence_parallel": True, "loss_parallel": False,
     }  # fmt: skip
     run.rows = 6
     found = [parts.held_out_loss(overlap=True), *(result.loss for result in parts.steps()), parts.held_out_loss()]

@@ -167,7 +167,7 @@ def test_bytes_at_rest_and_bytes_moved_are_the_closed_formulas(world_size, row):
         root = next(unit.gathered_nbytes for unit in runtime.units if unit.name == "(root)")
         shards = max(group.layout.shard_numel for group in runtime.groups)
         landings = 3 * 4 * shards if places[1] != "none" else 0
-        fetched = 4 * (2 * shards + world_size) if places[0] != "none" else 0
+        fetched = 5 * (2 * shards + world_size) if places[0] != "none" else 0  # 4 ahead, and one for a need that can not wait
         assert ledger.peak[STAGING] <= 2 * largest + landings + fetched
         assert ledger.peak[GATHERED] <= (root + 2 * largest if stage == 3 else 0)
         assert ledger.total_peak <= sum(held[DEVICE].values()) + ledger.peak[STAGING] + ledger.peak[GATHERED]
@@ -215,7 +215,7 @@ def test_prefetch_bucket_size_counts_elements():
     peaks = []
     for options in ({"prefetch_nbytes": 2 * 7_000_000}, {"prefetch_bucket_size": 7_000_000}, {"prefetch_nbytes": 0}):
         with FakeTensorMode():
-            model, optimizer, tokens = build(SMALL, 8, ("nvme", "none", "none"), stage=3, **options)
+            model, optimizer, tokens = build(SMALL, 8, ("none", "none", "none"), stage=3, **options)
             for _ in range(2):
                 step(model, optimizer, tokens)
             peaks.append(runtime_of(model).ledger.peak[GATHERED])

@@ -47,7 +47,7 @@ def test_the_batch_that_c1_to_c5_leave_room_for_decides_and_copies_to_the_host_c
     assert found["60B C1"] < found["60B C2"] < found["60B C5"] < min(found["60B C3"], found["60B C4"])
 
 
-def test_zero_infinity_is_as_fast_as_its_abstract_says_though_no_number_is_of_it():
+def test_zero_infinity_is_as_fast_as_its_abstract_says():
     table = throughput.infinity_fig5()
     assert [cell.agrees for cell in table.compared] == [True]
     found = {cell.row: float(cell.computed) for cell in table.cells if cell.column == "TFLOPS a device"}

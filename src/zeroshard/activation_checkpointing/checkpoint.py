@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..comm import backend_select
+from ..comm.fake import ImaginedStreams
 from ..comm.streams import Streams, streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
@@ -36,7 +37,7 @@ from ..memory.ledger import Ledger
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..zero.auto_wrap import find_blocks
-from .disk_storage import DiskPlace
+from .disk_storage import DiskPlace, ImaginedDiskPlace
 from .saved_tensors import Store, top_hooks
 from .storage import MemoryPlace, Place
 
@@ -207,6 +208,8 @@ def _make_store(model: nn.Module, options: Options) -> Store:
 
 
 def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place:
+    if options.offload.tier is Tier.DISK and isinstance(streams, ImaginedStreams):
+        return ImaginedDiskPlace(device, streams, ledger, options.prefetch)
     if options.offload.tier is Tier.DISK:
         return DiskPlace(options.offload, device, streams, ledger, options.arena_nbytes, options.prefetch, rank)
     return MemoryPlace(

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..comm.fake import ImaginedStreams
 from ..comm.streams import Streams
 from ..config import Offload, Tier
 from ..errors import SwapError
 from ..io.async_file import ALIGN, Engine, File, empty_aligned
 from ..io.swap_folder import SwapFolder
-from ..memory.ledger import Ledger
+from ..memory.ledger import Ledger, making
 from ..utils.host import ranks_here
 from .free_list import Space
 from .storage import CHECKPOINTS, HostBuffers, Kept, Landed, Place
@@ -43,6 +45,8 @@ class FileKept(Kept):
 
 class DiskPlace(Place):
     """Files in a swap folder of this rank, which is removed at the end."""
+
+    imagines = False
 
     def __init__(
         self, offload: Offload, device: torch.device, streams: Streams, ledger: Ledger, arena_nbytes: int,
@@ -181,6 +185,57 @@ class DiskPlace(Place):
         self.engine.close()
         self.folder.close()
         self._files, self.arena_nbytes = [], 0
+
+
+class ImaginedDiskPlace(Place):
+    """A disk that nobody has, for planning: host buffers are taken, and what would move is counted."""
+
+    def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
+        super().__init__(Tier.DISK, device, streams, ledger)
+        self.path = [Tier.DEVICE, Tier.HOST, Tier.DISK] if streams.separate_host else [Tier.HOST, Tier.DISK]
+        self.moved = streams.watcher.moved
+        self.buffers = HostBuffers(prefetch + 1 + _WRITING, self._buffer, ledger)
+
+    @staticmethod
+    def _buffer(nbytes: int) -> Tensor:
+        with making():
+            return empty_aligned(nbytes)
+
+    def _move(self, path: list[Tier], nbytes: int) -> Any:
+        for source, target in pairwise(path):
+            self.ledger.move(source, target, nbytes)
+            ticket = self.moved(source, target, nbytes)
+        return ticket
+
+    def put(self, part: Tensor, numel: int) -> Kept:
+        kept = Kept(numel, part.dtype)
+        kept.memory = self.buffers.take(kept.nbytes)
+        self._move(self.path, kept.nbytes)
+        self.buffers.give(kept.memory)
+        self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
+        return kept
+
+    def fetch(self, kept: Kept, wait: bool) -> None:
+        if kept.ahead is None:
+            kept.memory = self.buffers.take(kept.nbytes)
+            kept.ahead = self._move(self.path[::-1], kept.nbytes)
+
+    def get(self, kept: Kept) -> Tensor:
+        self.fetch(kept, wait=True)
+        self.streams.join(kept.ahead)
+        return torch.empty(kept.numel, dtype=kept.dtype, device=self.device) if self.path[0] is Tier.DEVICE else _as(kept.memory, kept)
+
+    def done(self, kept: Kept) -> None:
+        if kept.ahead is not None:
+            self.buffers.give(kept.memory)
+            kept.ahead = None
+
+    def drop(self, kept: Kept) -> None:
+        self.done(kept)
+        self.ledger.strike(CHECKPOINTS, kept.nbytes, Tier.DISK)
+
+    def close(self) -> None:
+        self.buffers.close()
 
 
 def _taken_nbytes(path: Path) -> int:

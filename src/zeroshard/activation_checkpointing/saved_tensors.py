@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
 from ..errors import OffloadIOError, ShardedAccessError, SwapError, ZeroshardError
-from ..memory.ledger import Ledger, claims
+from ..memory.ledger import Ledger
 from ..zero.parameter import ParamHome
 from .partition import Slices
 from .storage import Kept, Place
@@ -183,8 +183,8 @@ class Store:
 
     def _takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is packed: the same on all ranks, as it depends on the model alone."""
-        planned = type(tensor) is FakeTensor and claims.get() is not None  # a dry run counts what is kept
-        if not (type(tensor) is Tensor or planned) or not tensor.requires_grad or tensor.layout is not torch.strided:
+        known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
+        if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
         if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
             return False

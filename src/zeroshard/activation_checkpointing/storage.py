@@ -28,7 +28,7 @@ from ..comm.streams import Streams
 from ..config import Tier
 from ..errors import OffloadIOError
 from ..io.async_file import empty_aligned
-from ..memory.ledger import Ledger, claimed
+from ..memory.ledger import Ledger, making
 from .free_list import Space
 
 CHECKPOINTS = "activation checkpoints"  # category in the ledger
@@ -60,6 +60,7 @@ class Place(ABC):
 
     tier: Tier
     foreseen = 0
+    imagines = True  # takes fake tensors, of planning
 
     def __init__(self, tier: Tier, device: torch.device, streams: Streams, ledger: Ledger) -> None:
         self.tier, self.device, self.streams, self.ledger = tier, device, streams, ledger
@@ -194,9 +195,10 @@ class MemoryPlace(Place):
 
     def _allocate(self, nbytes: int) -> Tensor:
         self.allocations += 1
-        if self.away:
-            return claimed(empty_aligned(nbytes, pin=self.pin))
-        return claimed(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+        with making():
+            if self.away:
+                return empty_aligned(nbytes, pin=self.pin)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def _bury(self) -> None:
         """Give back dropped memory that no copy uses any more."""

@@ -33,6 +33,7 @@ from ..config import Tier
 from ..errors import CheckpointError, ConfigError, OffloadIOError
 from ..io.aligned import bytes_of
 from ..io.async_file import Engine, open_file
+from ..memory.ledger import STAGING, Ledger
 from ..tensor.chunks import Box
 from .dcp import ALIGN, frame
 from .state_map import Contents, Place
@@ -139,14 +140,15 @@ def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
 class Ring:
     """Buffers that go round between a filler and a writer; they are kept for the next file."""
 
-    def __init__(self, make: Callable[[int], Tensor]) -> None:
-        self.make, self.count = make, 0
+    def __init__(self, make: Callable[[int], Tensor], ledger: Ledger | None = None) -> None:
+        self.make, self.ledger, self.count = make, ledger or Ledger(), 0
         self._free: queue.LifoQueue = queue.LifoQueue()  # those that have been touched before others
 
     def grow(self, count: int) -> None:
         """Have at least so many buffers."""
         for _ in range(self.count, count):
             self._free.put(self.make(BUFFER_NBYTES))
+            self.ledger.enter(STAGING, BUFFER_NBYTES, Tier.HOST)
             self.count += 1  # one by one: there may be no memory for the next
 
     def release(self, keep: int = 0) -> None:
@@ -154,6 +156,7 @@ class Ring:
         with contextlib.suppress(queue.Empty):
             while self.count > keep:
                 self._free.get_nowait()
+                self.ledger.strike(STAGING, BUFFER_NBYTES, Tier.HOST)
                 self.count -= 1
 
     def borrow(self) -> Tensor | None:

@@ -117,7 +117,7 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes))
+        self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes), runtime.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()

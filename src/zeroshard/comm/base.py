@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..errors import left_loop
-from ..memory.ledger import claimed
+from ..memory.ledger import making
 from .failure import Failure
 from .flight_recorder import Progress
 from .streams import Streams
@@ -295,7 +295,8 @@ class Comm(ABC):
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         """A zero-filled region of `numel` elements (collective: every rank, in the same order)."""
-        tensor = claimed(torch.zeros(numel, dtype=dtype, device=self.device))
+        with making():
+            tensor = torch.zeros(numel, dtype=dtype, device=self.device)
         return self.private(tensor, whole=whole)
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CollectiveMismatch
+from ..memory.ledger import making
 from .base import Combine, Comm, Outcome, Pending, Region, Work, misuse, operation
 from .failure import Failure
 from .flight_recorder import Progress
@@ -91,7 +92,8 @@ class SharedComm(Comm):
 
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         self.fence.writing = True  # fresh memory is about to be filled: peers may read after the next fence
-        mine, handle = self.transport.export(numel * dtype.itemsize)
+        with making():
+            mine, handle = self.transport.export(numel * dtype.itemsize)
         memory = self._open_all(handle, mine)
         wholes = [part.view(dtype) for part in memory]
         shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
@@ -101,7 +103,8 @@ class SharedComm(Comm):
         self.fence.writing = True
         handle, mine = None, None
         if self.rank == 0:
-            mine, handle = self.transport.export(numel * dtype.itemsize)
+            with making():
+                mine, handle = self.transport.export(numel * dtype.itemsize)
         handles = self._exchange(handle, "allocate common memory")
         tensor = (mine if mine is not None else self.transport.open(handles[0])).view(dtype)
         self._exchange(None, "common memory opened")

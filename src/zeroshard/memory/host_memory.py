@@ -21,14 +21,14 @@ except ImportError:  # no POSIX system: no such limits
     resource = None  # type: ignore[assignment]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-_KEEP_NBYTES = 128 << 20
-_MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts
+KEEP_NBYTES = 128 << 20  # free at the top of the heap
+MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
 _RETURNED_NBYTES = 1 << 20
 
 
 def keep_freed_memory() -> bool:
     """Tell glibc's allocator to keep freed memory; False where the C library has no such setting."""
-    return _set_malloc(trim_nbytes=_KEEP_NBYTES, mmap_nbytes=_MMAP_NBYTES)
+    return _set_malloc(trim_nbytes=KEEP_NBYTES, mmap_nbytes=MMAP_NBYTES)
 
 
 def return_freed_memory() -> bool:

@@ -6,12 +6,13 @@ reading, not an estimate. Sizes are bytes per rank.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..config import Tier
 
@@ -27,15 +28,34 @@ STAGING = "staging"
 PARTIAL = "partial gradients"
 
 
-claims: ContextVar[Callable[[Any], None] | None] = ContextVar("claims", default=None)  # is told of what `claimed` was given
+class Listener(Protocol):
+    """Who counts all memory besides: the planner."""
+
+    def watch(self, ledger: Ledger) -> None:
+        """A ledger has been opened."""
+
+    def claim(self, tensor: Any) -> None:
+        """Of this memory a ledger has an entry."""
+
+    def looking_away(self) -> contextlib.AbstractContextManager[None]:
+        """All memory that is made meanwhile has, or gets, an entry."""
+
+
+listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 def claimed(tensor: Any) -> Any:
-    """The tensor. Its maker enters its bytes in a ledger: who counts all memory besides, the planner, must not count it twice."""
-    listener = claims.get()
-    if listener is not None:
-        listener(tensor)
+    """The tensor. Its maker enters its bytes in a ledger: who counts all memory besides must not count it twice."""
+    found = listener.get()
+    if found is not None:
+        found.claim(tensor)
     return tensor
+
+
+def making() -> contextlib.AbstractContextManager[None]:
+    """Around what makes memory that has, or gets, an entry: as `claimed`, and of no moment does anybody count it elsewhere."""
+    found = listener.get()
+    return contextlib.nullcontext() if found is None else found.looking_away()
 
 
 @dataclass
@@ -66,6 +86,9 @@ class Ledger:
         self.ahead: dict[tuple[Tier, Tier], int] = defaultdict(int)
         self.changed: Callable[[], None] | None = None  # is called after each entry
         self._lock = threading.Lock()
+        found = listener.get()
+        if found is not None:
+            found.watch(self)
 
     def enter(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Count `nbytes` more in a category."""

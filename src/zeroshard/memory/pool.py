@@ -98,7 +98,7 @@ class StagingPool:
         """A free buffer: wait for a slow peer, but not for one that itself waits."""
         if self.comm.imagined or not self.comm.waits_on_host:
             free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
-            # the one whose reduction is furthest: that of the last may have just begun
+            # the one whose reduction is furthest: that of the last may have just begun, and imagined peers are a little late
             number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
             if number is not None and (self._drained(number) or not self.comm.waits_on_host):
                 return number  # `take` orders the streams; the host, which peers may need, goes on

@@ -31,7 +31,7 @@ from ..io.aligned import zeros
 from ..io.async_file import Engine, File, empty_aligned
 from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
-from ..memory.ledger import Ledger, claimed
+from ..memory.ledger import Ledger, making
 from ..memory.pool import BufferPool, StagingPool
 
 _SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
@@ -397,7 +397,8 @@ class Tiers:
             # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
             memory = self.host_buffer(numel * dtype.itemsize, offload.pin_memory).zero_()
             return MemoryRest(memory.view(dtype), tier, self)
-        return MemoryRest(claimed(zeros(numel, dtype=dtype, device=self.comm.device)), tier, self)
+        with making():
+            return MemoryRest(zeros(numel, dtype=dtype, device=self.comm.device), tier, self)
 
     def over(self, tensor: Tensor) -> Rest:
         """A tensor on the device as a resting place (its bytes are counted by its owner)."""
@@ -405,12 +406,14 @@ class Tiers:
 
     def host_buffer(self, nbytes: int, pin: bool = True) -> Tensor:
         """Page-aligned host memory (nbytes,) uint8, pinned where there is a GPU."""
-        return claimed(empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda"))
+        with making():
+            return empty_aligned(nbytes, pin=pin and self.comm.device.type == "cuda")
 
     def device_buffer(self, nbytes: int) -> Tensor:
         """Device memory (nbytes,) uint8; page-aligned where the device is the host."""
         if self.separate:
-            return claimed(torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device))
+            with making():
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
         return self.host_buffer(nbytes)
 
     def fetch(self, rest: Rest, out: Tensor, wait: bool) -> Pending | None:

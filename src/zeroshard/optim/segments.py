@@ -147,11 +147,11 @@ class RunMaker:
         return joined
 
 
-def state_nbytes(state: dict[Tensor, dict]) -> int:
-    """Bytes of all state tensors of the size of their run (step counters and the like are left out)."""
-    return sum(
-        value.nbytes
+def state_tensors(state: dict[Tensor, dict]) -> list[Tensor]:
+    """All state tensors of the size of their run (step counters and the like are left out)."""
+    return [
+        value
         for tensor, entries in state.items()
         for value in entries.values()
         if isinstance(value, torch.Tensor) and value.shape == tensor.shape
-    )
+    ]

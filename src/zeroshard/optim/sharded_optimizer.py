@@ -34,7 +34,7 @@ from .cpu_kernels import matches
 from .delayed_update import DelayedStep
 from .lr_schedulers import Tally, respect_skipped_steps
 from .offloaded_step import HostStepper, Job
-from .segments import Run, RunMaker, state_nbytes
+from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
 from .step_record import StepRecord
 from .validation import check_members
@@ -421,10 +421,11 @@ class OptimizerCore:
 
     def _enter_states(self) -> None:
         """States of the inner optimizer; columns enter themselves."""
-        nbytes = state_nbytes(self.inner.state)
+        held = state_tensors(self.inner.state)
+        nbytes = sum(tensor.nbytes for tensor in held)
         if nbytes != self._state_nbytes:
-            for value in (each for state in self.inner.state.values() for each in state.values() if isinstance(each, Tensor)):
-                claimed(value)
+            for tensor in held:
+                claimed(tensor)
             self.runtime.ledger.enter(OPTIMIZER, nbytes - self._state_nbytes)
             self._state_nbytes = nbytes
 

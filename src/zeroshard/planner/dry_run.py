@@ -12,16 +12,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
 
 from .. import api
-from ..activation_checkpointing.checkpoint import attached_to, checkpoint_activations
+from ..activation_checkpointing.checkpoint import checkpoint_activations
 from ..activation_checkpointing.storage import CHECKPOINTS
+from ..checkpoint.rank_file import ROTATING, Ring
+from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
 from ..errors import ConfigError
@@ -29,7 +33,7 @@ from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
-from .plan import ACTIVATIONS, Phase, Plan
+from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Groups, Operators, Recorder
 from .trace import Resource, Trace
 
@@ -41,7 +45,7 @@ def plan(
     model_fn: Callable[[], nn.Module], *, ranks: int | None = None, axes: Mapping[str, int] | None = None, batch: Any = None,
     loss: Loss | None = None, optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, rank: int = 0,
     hold: bool = False, node_size: int | None = None, separate: bool = True, checkpointing: bool | Mapping[str, Any] = False, name: str = "",
-    config: Config | None = None, parallel: Mapping[str, Any] | None = None, **options: Any,
+    config: Config | None = None, parallel: Mapping[str, Any] | None = None, whole: bool = False, **options: Any,
 ) -> Plan:  # fmt: skip
     """What one rank of a run would hold and do: the runtime itself, on imagined ranks (not collective; no memory is taken).
 
@@ -56,6 +60,7 @@ def plan(
             that share memory within a node.
         checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which partition=True
             is "over the ranks of tp".
+        whole: each rank makes the model with all its values before it is sharded; else on the meta device, or under zs.init.
         config, options: of zs.shard. parallel: further options of zs.parallelize (schedule, sequence_parallel, ...).
 
     Raises ConfigError for what can not be divided, and for a model that can not be built or run without numbers.
@@ -65,13 +70,15 @@ def plan(
         raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size)
     config = Config.build(config, **options)
-    recorder = Recorder()
+    recorder = Recorder(separate)
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
     token = imagination.set(kind)
     try:
         with _built(model_fn) as model:
-            run = _Run(model, axes, rank, config, optimizer, micro_batches, dict(parallel or {}), recorder, loss, node_size or _product(axes))
-            run.hold = hold
+            run = _Run(
+                model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
+                model_fn if whole else None,
+            )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigError(
@@ -80,6 +87,27 @@ def plan(
         ) from error
     finally:
         imagination.reset(token)
+
+
+def observe(
+    model_fn: Callable[[], nn.Module], *, ranks: int, rank: int, batch: Any, loss: Loss | None = None,
+    optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, hold: bool = False, separate: bool = False, whole: bool = False,
+    checkpointing: bool | Mapping[str, Any] = False, name: str = "", config: Config | None = None, **options: Any,
+) -> Plan:  # fmt: skip
+    """What `plan` says, found in a real run: two steps of these ranks on real tensors, looked at operator by operator (collective).
+
+    Arguments as of `plan`; the ranks are those of the process group, or threads. What is asked of both must be equal.
+    """
+    with torch.device("meta"):
+        model = model_fn()
+    config = Config.build(config, **options)
+    run = _Run(
+        model, _axes(ranks, None), rank, config, optimizer, micro_batches, Recorder(separate), ranks, loss, {}, hold,
+        model_fn if whole else None, real=True,
+    )  # fmt: skip
+    found = run.plan(batch, checkpointing, name or type(model).__name__, separate)
+    api.close(run.model, restore=False)
+    return found
 
 
 def stages(model_fn: Callable[[], nn.Module], axes: Mapping[str, int], *, every: bool = False, **options: Any) -> list[Plan]:
@@ -157,49 +185,59 @@ def _without_memory(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+@dataclass
 class _Run:
-    """Two steps of one rank."""
+    """Two steps of one rank. make_model: with values, where they are made before it is sharded. real: ranks and tensors are there."""
 
-    def __init__(
-        self, model: nn.Module, axes: dict[str, int], rank: int, config: Config, optimizer: Callable | None, micro_batches: int,
-        parallel: dict[str, Any], recorder: Recorder, loss: Loss | None, node_size: int,
-    ) -> None:  # fmt: skip
-        self.model, self.axes, self.rank, self.config, self.make_optimizer = model, axes, rank, config, optimizer
-        self.micro_batches, self.parallel, self.recorder, self.loss = micro_batches, parallel, recorder, loss
-        self.node_size = node_size
-        self.num_parameters = sum(p.numel() for p in model.parameters())
-        self.hold = False
+    model: nn.Module
+    axes: dict[str, int]
+    rank: int
+    config: Config
+    make_optimizer: Callable | None
+    micro_batches: int
+    recorder: Recorder
+    node_size: int
+    loss: Loss | None = None
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+    hold: bool = False
+    make_model: Callable[[], nn.Module] | None = None
+    real: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.sent: dict[str, int] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def plan(self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool) -> Plan:
         meshed = any(self.axes[axis] > 1 for axis in MODEL_AXES)
         if meshed and self.loss is not None:
             raise ConfigError("loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them.")
-        with self._world(meshed) as mesh:
-            step, runtimes = self._meshed(mesh) if meshed else self._plain()
+        with self._world(meshed) as mesh, self.recorder.listening():
+            operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
+            with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
+                step, runtimes = self._meshed(mesh) if meshed else self._plain()
             if checkpointing:
                 for runtime in runtimes:
                     options = {} if checkpointing is True else dict(checkpointing)
                     if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
                         options["partition"] = mesh["tp"] if mesh is not None and self.axes["tp"] > 1 else None
                     checkpoint_activations(runtime.model, **options)
-                    self.recorder.watch(attached_to(runtime.model).store.ledger)
-            self._train(step, runtimes, batch, mesh)
-            text = report(runtimes[0].model)
+            self._train(step, runtimes, batch, operators)
+            text = self._report
             tokens = self._tokens
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
-        names = {"first step": ("first step",), "forward": ("forward",), "backward": ("backward",), "step": ("step",), "load": ("load",)}
-        phases = tuple(
-            Phase(phase, {tier: self._fullest(phase, tier) for tier in Tier if self._fullest(phase, tier)}) for phase in names
-        )
+        phases = tuple(self._phase(phase, separate) for phase in PHASES)
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
             tuple(recorder.moments), recorder.trace, text, self.sent, self.activations,
         )  # fmt: skip
 
-    def _fullest(self, phase: str, tier: Tier) -> dict[str, int]:
-        return {name: nbytes for name, nbytes in self.recorder.fullest.get((phase, tier), {}).items() if name != "total" and nbytes}
+    def _phase(self, name: str, separate: bool) -> Phase:
+        held = {tier: found for tier in Tier if (found := dict(self.recorder.fullest.get((name, tier), {})))}
+        if not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK:
+            held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: self.recorder.kept(name)}
+        return Phase(name, held)
 
     @contextlib.contextmanager
     def _world(self, meshed: bool) -> Iterator[Any]:
@@ -207,13 +245,18 @@ class _Run:
             with imagined_mesh(self.axes, self.rank) as mesh:
                 yield mesh
         else:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with contextlib.nullcontext() if self.real else FakeTensorMode(allow_non_fake_inputs=True):
                 yield None
 
     def _plain(self) -> tuple[Callable[[Any], None], list[Runtime]]:
+        if self.make_model is not None:
+            self.model = self.make_model()
+            if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
+                raise ConfigError("whole: expected a function that makes the model anew; this one was built before, and would be changed.")
         optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
-        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=FakeComm(self.rank, self.axes["dp"]))
-        loss = self.loss or _next_token
+        comm = None if self.real else FakeComm(self.rank, self.axes["dp"])
+        model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)
+        self.model, self.optimizer, loss = model, optimizer, self.loss or _next_token
 
         def step(batches: list[Any]) -> None:
             for number, each in enumerate(batches):
@@ -246,16 +289,13 @@ class _Run:
     def _computed(self) -> None:
         """Forward and backward are over."""
         self.recorder.at("", False)
+        self.recorder.optimizing = True
         if self.recorder.phase == "forward":
             self.recorder.enter("step")
 
-    def _train(self, step: Callable[[Any], None], runtimes: list[Runtime], batch: Any, mesh: Any) -> None:
+    def _train(self, step: Callable[[Any], None], runtimes: list[Runtime], batch: Any, operators: Operators) -> None:
         recorder = self.recorder
-        for runtime in runtimes:
-            recorder.watch(runtime.ledger)
-            recorder.fullest["load", Tier.DEVICE] = {**runtime.ledger.peak, "total": runtime.ledger.total_peak}
         handles = [handle for runtime in runtimes for handle in _follow(runtime, recorder)]
-        operators = Operators(recorder, Groups() if mesh is None else self._groups(mesh))
         with operators:
             for number, phase in enumerate(("first step", "forward")):
                 recorder.enter(phase)
@@ -266,21 +306,26 @@ class _Run:
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
                 step(batches)
                 del batches
-                self._settle()
+            self._report = report(runtimes[0].model)
+            recorder.enter("save")
+            self._save(runtimes)
         recorder.flush()
-        if mesh is None:
+        if not self.sent:
             now = sum(t.nbytes for runtime in runtimes for t in runtime.ledger.traffic.values())
             self.sent = {"dp": now - sum(sum(each.values()) for each in before)}
         for handle in handles:
             handle.remove()
         self.activations = _kept(recorder)
 
-    def _settle(self) -> None:
-        """After a step: states that it made are in the ledger."""
-        recorder = self.recorder
-        recorder.flush()
-        if recorder.phase == "first step":
-            recorder.alive_nbytes = 0
+    def _save(self, runtimes: list[Runtime]) -> None:
+        """Without `asynchronous`: states pass through buffers that go round, wherever they rest."""
+        if self.real:
+            with tempfile.TemporaryDirectory() as folder:
+                save(runtimes[0].comm.exchange(folder.encode(), "where to save")[0].decode(), self.model, self.optimizer)
+                runtimes[0].comm.exchange(b"", "saved")
+        else:
+            for runtime in runtimes:
+                Ring(runtime.tiers.host_buffer, runtime.ledger).grow(ROTATING)
 
     def _groups(self, mesh: Any) -> Groups:
         def link(axis: str) -> Resource:

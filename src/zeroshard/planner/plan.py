@@ -15,13 +15,14 @@ from .trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that computation holds: inputs, logits, temporaries
+KEPT = "kept by the C library"  # CPUs: holes in the heap that other phases have left, see memory/host_memory.py
 
 Held = dict[str, int]  # bytes by category: those of memory/ledger.py, and ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The fullest moment of a phase, of each tier by itself."""
+    """The fullest moment of a phase, of each tier by itself; of device and host together where they are one memory."""
 
     name: str
     held: dict[Tier, Held]

@@ -26,7 +26,9 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
-from ..memory.ledger import Ledger, claims
+from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
+from ..memory.ledger import Ledger, listener
+from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
 from .trace import Resource, Task, Trace
 
@@ -40,13 +42,17 @@ _FLOPS = {  # of operators that torch's table lacks
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
 }  # fmt: skip
+_OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # do not read what they write to
 _NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
 
 
 class Recorder(Watcher):
     """Writes one trace; `begin` starts it anew. phase, unit: where the rank is, told by who drives it."""
 
-    def __init__(self) -> None:
+    def __init__(self, separate: bool = True) -> None:
+        """separate: the device has a memory of its own; else the fullest moment is that of device and host together."""
+        self._memories = ((Tier.DEVICE,), (Tier.HOST,), (Tier.DISK,)) if separate else ((Tier.DEVICE, Tier.HOST), (Tier.DISK,))
+        self._highest: dict[tuple[str, tuple[Tier, ...]], int] = {}
         self.trace = Trace()
         self.phase, self.unit = "load", ""
         self.ledgers: list[Ledger] = []
@@ -57,18 +63,42 @@ class Recorder(Watcher):
         self.backward = False  # told by who watches autograd
         self._last: Ticket = ()
         self._flops: dict[str, float] = {}
-        self._nbytes, self._kernels = 0.0, 0
+        self._nbytes, self._kernels, self._products = 0.0, 0, 0
         self._began = 0
-        self._paused = False
-        self._claimed: set[int] = set()
+        self._paused = self._away = False
+        self._alive: dict[int, int] = {}  # bytes of storages that no ledger counts
+        self.optimizing = False  # told by who drives it: forward and backward are over
+        self._heap_nbytes = 0  # of blocks that come from the C library's heap
+        self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
+        self._heap_loading = 0  # and before the first
+        self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase: one of `plan.PHASES`."""
         self.flush()
-        self.phase, self.backward = phase, False
+        if self.phase == "load":
+            self._heap_loading, self._heap_highest = self._heap_highest[False], {False: 0, True: 0}
+        self.phase, self.backward, self.optimizing = phase, False, phase == "step"
         self.sample()
 
     # -- memory ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Ledgers that are opened meanwhile are watched."""
+        token = listener.set(self)
+        try:
+            yield
+        finally:
+            listener.reset(token)
+
+    @contextlib.contextmanager
+    def looking_away(self) -> Iterator[None]:
+        before, self._away = self._away, True
+        try:
+            yield
+        finally:
+            self._away = before
 
     def watch(self, ledger: Ledger) -> None:
         """Whose entries count from now on."""
@@ -80,28 +110,43 @@ class Recorder(Watcher):
         """A new storage: alive until it is not."""
         nbytes = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
         key = storage._cdata
-        self._claimed.discard(key)
+        self._alive[key] = nbytes
         self.alive_nbytes += nbytes
-        weakref.finalize(storage, self._gone, key, nbytes).atexit = False
+        weakref.finalize(storage, self._forget, key).atexit = False
+        if nbytes < MMAP_NBYTES:
+            self._heap_nbytes += nbytes
+            self._heap_highest[self.optimizing] = max(self._heap_highest[self.optimizing], self._heap_nbytes)
+            weakref.finalize(storage, self._given_back, nbytes).atexit = False
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        if key in self._claimed:
-            self._claimed.discard(key)
-        else:
-            self.alive_nbytes -= nbytes
+    def _given_back(self, nbytes: int) -> None:
+        self._heap_nbytes -= nbytes
+
+    def kept(self, phase: str) -> int:
+        """Bytes of the C library's heap that are free at the fullest moment of a phase: what others have left is in pieces.
+
+        Blocks are aligned by cutting off a little of them, which stays in use and keeps holes apart (glibc 2.36): what forward and
+        backward have freed is of no use to the step's larger blocks, and the other way round.
+        """
+        computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
+        if phase == "load":
+            return 0
+        kept = min(self._heap_loading, KEEP_NBYTES)
+        if phase == "save" or self._moment_of.get(phase):
+            kept += computing
+        return kept + (stepping if phase in ("save", "forward", "backward") else 0)
+
+    def _forget(self, key: int) -> None:
+        self.alive_nbytes -= self._alive.pop(key, 0)
 
     def claim(self, tensor: Tensor) -> None:
         """A ledger counts it."""
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._claimed and self.phase != "load":
-            self._claimed.add(storage._cdata)
-            self.alive_nbytes -= -(-storage.nbytes() // _ROUNDED) * _ROUNDED
+        self._forget(tensor.untyped_storage()._cdata)
 
     def held(self, tier: Tier) -> Held:
         """Bytes by category now."""
         found: Held = {}
         for ledger in self.ledgers:
-            for name, nbytes in (ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]).items():
+            for name, nbytes in _entered(ledger, tier).items():
                 if nbytes:
                     found[name] = found.get(name, 0) + nbytes
         if tier is Tier.DEVICE and self.alive_nbytes > 0:
@@ -111,12 +156,13 @@ class Recorder(Watcher):
     def sample(self) -> None:
         """Note what is held, where it is more than before in this phase."""
         phase = self.phase if self.phase != "forward" or not self.backward else "backward"
-        for tier in Tier:
-            total = sum(sum((ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]).values()) for ledger in self.ledgers)
-            total += self.alive_nbytes if tier is Tier.DEVICE else 0
-            known = self.fullest.get((phase, tier))
-            if known is None or total > known["total"]:
-                self.fullest[phase, tier] = self.held(tier) | {"total": total}
+        for tiers in self._memories:
+            total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
+            total += self.alive_nbytes if Tier.DEVICE in tiers else 0
+            if total >= self._highest.get((phase, tiers), 0):  # of equal ones the last: what was just made has its entry by then
+                self._highest[phase, tiers] = total
+                self._moment_of[phase] = self.optimizing if Tier.DEVICE in tiers else self._moment_of.get(phase, False)
+                self.fullest |= {(phase, tier): self.held(tier) for tier in tiers}
 
     # -- the trace -------------------------------------------------------------------------------------------
 
@@ -124,6 +170,7 @@ class Recorder(Watcher):
         """A new trace; what was started before is over."""
         self.flush()
         self.trace, self._last, self.moments, self.forward_flops = trace, (), [], 0.0
+        self._heap_highest = {False: 0, True: 0}
         self._began += 1
 
     def compute(self, flops: float, nbytes: float, dtype: str) -> None:
@@ -131,8 +178,11 @@ class Recorder(Watcher):
         if self._paused:
             return
         self._flops[dtype] = self._flops.get(dtype, 0.0) + flops
-        self._nbytes += nbytes
         self._kernels += 1
+        if flops:
+            self._products += 1
+        else:
+            self._nbytes += nbytes
 
     def at(self, unit: str, backward: bool) -> None:
         """The rank has come to a unit of the model."""
@@ -156,9 +206,9 @@ class Recorder(Watcher):
         name = f"{self._phase} {self.unit}".strip()
         self._add(Task(
             name, self._phase, {Resource.DEVICE: self._nbytes}, flops=flops, kernels=self._kernels, dtype=dtype, unit=self.unit,
-            after=self._last,
+            after=self._last, products=self._products,
         ), last=True)  # fmt: skip
-        self._flops, self._nbytes, self._kernels = {}, 0.0, 0
+        self._flops, self._nbytes, self._kernels, self._products = {}, 0.0, 0, 0
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         number = self.trace.add(task)
@@ -204,6 +254,17 @@ class Recorder(Watcher):
             self._add(Task("host step", self.phase, {Resource.HOST: float(nbytes)}, self._last, numel=numel), last=True)
 
 
+def _entered(ledger: Ledger, tier: Tier) -> Held:
+    return ledger.now if tier is Tier.DEVICE else ledger.elsewhere[tier]
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors that an operator changes in place."""
+    given = [(argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)]
+    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [x for value in found for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, Tensor)]
+
+
 @dataclass(frozen=True)
 class Groups:
     """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
@@ -223,29 +284,20 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.recorder, self.groups, self._under_way = recorder, groups, weakref.WeakKeyDictionary()
         self._messages: Counter[str] = Counter()
-        self._token: Any = None
-        self.subclass: type | None = None
+        self.subclasses: tuple[type, ...] = (ShardedTensor,)
         if groups.axes:
             from torch.distributed.tensor import DTensor
 
-            self.subclass = DTensor
+            self.subclasses = (ShardedTensor, DTensor)
 
     def begin(self, trace: Trace) -> None:
         """What follows is written to a new trace."""
         self._messages.clear()
         self.recorder.begin(trace)
 
-    def __enter__(self) -> Operators:
-        self._token = claims.set(self.recorder.claim)
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        claims.reset(self._token)
-        super().__exit__(*error)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.subclass is not None and any(issubclass(kind, self.subclass) for kind in types):
-            return NotImplemented  # first what a DTensor makes of it
+        if any(issubclass(kind, self.subclasses) for kind in types):
+            return NotImplemented  # first what it makes of it
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
@@ -265,15 +317,18 @@ class Operators(TorchDispatchMode):
             if storage._cdata not in known:
                 fresh[storage._cdata] = storage
         recorder = self.recorder
-        if fresh and recorder.phase != "load" and not recorder._paused:
+        if fresh and not (recorder._paused or recorder._away):
             for storage in fresh.values():
                 recorder.born(storage)
             recorder.sample()
-        changes = bool(fresh) or any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments)
-        if changes and tensors:
+        written = _written(func, args, kwargs)
+        if (fresh or written) and tensors:
             count = flop_registry.get(func.overloadpacket) or _FLOPS.get(func._schema.name.partition("::")[2])
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-            moved = sum(x.nbytes for x in tensors) + sum(x.nbytes for x in results if x.untyped_storage()._cdata in fresh)
+            over = func._schema.name.partition("::")[2] in _OVERWRITE
+            read = {id(x): x.nbytes for x in tensors if not (over and any(x is each for each in written))}
+            made = [x for x in results if x.untyped_storage()._cdata in fresh]
+            moved = sum(read.values()) + sum(x.nbytes for x in (*written, *made))
             recorder.compute(flops, moved, _NAMES.get(tensors[0].dtype, "fp32"))
         return result
 

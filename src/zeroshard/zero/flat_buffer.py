@@ -75,7 +75,7 @@ class ParameterBuffer:
             self.region, self.full = common, common.tensor
         elif self.sharded:
             self.region = None if away else comm.allocate(layout.shard_numel, dtype, whole=False)
-            self.full = torch.empty(layout.numel, dtype=dtype, device=comm.device)
+            self.full = claimed(torch.empty(layout.numel, dtype=dtype, device=comm.device))  # entered while it is gathered
             self.full.untyped_storage().resize_(0)
         else:
             self.region = comm.allocate(layout.numel, dtype, whole=True)

@@ -24,7 +24,7 @@ class Prefetcher:
     ) -> None:
         """gather: starts to gather a unit, on all ranks."""
         self.units, self.schedule, self.config, self.comm, self.gather = units, schedule, config, comm, gather
-        self._alone = (comm.world_size == 1 or comm.imagined) and not comm.ordered
+        self._alone = comm.world_size == 1 and not comm.ordered
 
     def ahead(self, training: bool) -> None:
         """Fetch from other tiers as far as buffers allow, and gather: the next unit, more within the budget."""
