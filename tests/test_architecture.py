@@ -33,7 +33,9 @@ LAYERS = (
     ("parallel",),
     ("__init__",),
     ("models", "launch"),
-    ("planner",),  # the runtime on imagined ranks, and what that says of memory and time
+    ("simulator",),  # hardware, and a step's tasks in time
+    ("planner",),  # the runtime on imagined ranks: what it holds and does
+    ("search",),  # for the layout that trains fastest
     ("papers",),  # published tables, reproduced
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed

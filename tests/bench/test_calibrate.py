@@ -7,9 +7,9 @@ from zeroshard.bench.calibrate import Amount, Found, _hardware, calibrate, repor
 from zeroshard.bench.command import main
 from zeroshard.bench.disk_bandwidth import Burst
 from zeroshard.cli.arguments import UsageError
-from zeroshard.planner.hardware import Hardware, Link
-from zeroshard.planner.simulator import simulate
-from zeroshard.planner.trace import Resource, Task, Trace
+from zeroshard.simulator.hardware import Hardware, Link
+from zeroshard.simulator.simulate import simulate
+from zeroshard.simulator.trace import Resource, Task, Trace
 
 TINY = Amount(sides=(8, 32), turn_s=0.01, numel=1 << 14)
 

@@ -8,9 +8,9 @@ from zeroshard.papers import sizes, throughput
 from zeroshard.papers.reference import printed
 from zeroshard.papers.table import Table, rank_correlation
 from zeroshard.papers.throughput import Configuration, tflops
-from zeroshard.planner.hardware import Hardware, seconds
-from zeroshard.planner.schedule import trace_of
-from zeroshard.planner.trace import Resource, Task, Trace
+from zeroshard.search.schedule import trace_of
+from zeroshard.simulator.hardware import Hardware, seconds
+from zeroshard.simulator.trace import Resource, Task, Trace
 
 SEVENTY = Configuration("70B", "ZeRO", gpus=400, mp=16, layers=88, hidden=8192, heads=64, batch=32)  # in no table
 

@@ -10,9 +10,9 @@ from matplotlib.image import imread
 
 from zeroshard.config import Tier
 from zeroshard.planner import pictures, tables
-from zeroshard.planner.hardware import Hardware
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.request import Request, judge
+from zeroshard.simulator.hardware import Hardware
 
 
 @pytest.fixture(scope="module")

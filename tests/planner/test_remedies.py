@@ -8,11 +8,11 @@ from zeroshard.config import Tier
 from zeroshard.memory.ledger import GATHERED, OPTIMIZER, PARAMETERS
 from zeroshard.planner import remedies as module
 from zeroshard.planner import tables
-from zeroshard.planner.hardware import Hardware
 from zeroshard.planner.model_source import source_of
 from zeroshard.planner.plan import ACTIVATIONS, PHASES, Phase
 from zeroshard.planner.remedies import CHANGES, flags, remedies
 from zeroshard.planner.request import GIB, Request, judge
+from zeroshard.simulator.hardware import Hardware
 
 MIB = 1 << 20
 

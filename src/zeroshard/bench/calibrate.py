@@ -34,8 +34,8 @@ from ..launch import run_processes
 from ..measure.probe import Rehearsal, step_rate
 from ..memory.host_memory import available_nbytes, keep_freed_memory
 from ..optim.cpu_kernels import visible_cores
-from ..planner.hardware import Curve, Device, Hardware, Link
-from ..planner.trace import Resource
+from ..simulator.hardware import Curve, Device, Hardware, Link
+from ..simulator.trace import Resource
 from ..zero.runtime import runtime_of
 from .disk_bandwidth import Burst, DiskProbe, bandwidth
 from .micro_benchmark import seconds

@@ -39,9 +39,9 @@ from ..launch import run_processes, share_imports
 from ..models import GPT, GPTConfig
 from ..parallel.parallelize import next_token_loss
 from ..planner.dry_run import observe
-from ..planner.hardware import Hardware
 from ..planner.plan import ACTIVATIONS, KEPT, Plan
-from ..planner.simulator import simulate
+from ..simulator.hardware import Hardware
+from ..simulator.simulate import simulate
 from . import memory
 from .tables import make_console
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..planner.plan import Plan
-from ..planner.plan_file import write_config
-from ..planner.profile import Profile
 from ..planner.request import Request, gib
-from ..planner.schedule import Layout
-from ..planner.search import Candidate, Found, search
 from ..planner.tables import Table
+from ..search.plan_file import write_config
+from ..search.profile import Profile
+from ..search.schedule import Layout
+from ..search.search import Candidate, Found, search
 
 CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
 

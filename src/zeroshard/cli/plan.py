@@ -114,8 +114,8 @@ def _write(
 ) -> None:
     """The pictures, the page and report.json. Raises UsageError."""
     from ..planner.pictures import draw_memory, write_page
-    from ..planner.simulator import simulate
-    from ..planner.timeline import draw_timeline
+    from ..simulator.simulate import simulate
+    from ..simulator.timeline import draw_timeline
 
     make_folder(folder)
     draw_memory(verdict.plan, request, folder / "memory.png")

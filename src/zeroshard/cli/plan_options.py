@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..compression import CODECS, GRADIENT_CODECS
-from ..planner.hardware import Hardware
 from ..planner.model_source import source_of
 from ..planner.request import Request
+from ..simulator.hardware import Hardware
 from .arguments import Parser, UsageError
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option

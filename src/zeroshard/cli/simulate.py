@@ -16,8 +16,8 @@ import zeroshard as zs
 
 from ..planner import tables
 from ..planner.request import Request, judge
-from ..planner.simulator import SAYS, Simulation, simulate
-from ..planner.sweep import Sweep, sweep
+from ..simulator.simulate import SAYS, Simulation, simulate
+from ..simulator.sweep import Sweep, sweep
 from . import report_error
 from .arguments import UsageError, closest
 from .plan import make_folder
@@ -87,7 +87,7 @@ def _maker(request: Request) -> Any:
 
 def _told(request: Request, utilisation: float, latency_s: float | None, options: Options) -> int:
     from ..planner.pictures import draw_memory, write_page
-    from ..planner.timeline import draw_timeline, write_chrome_trace
+    from ..simulator.timeline import draw_timeline, write_chrome_trace
 
     plans = request.plans()
     verdict = judge(plans, request)

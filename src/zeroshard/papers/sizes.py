@@ -1,6 +1,6 @@
-"""Largest models of the papers' figures: the most layers whose states, activations and buffers fit, by `planner.memory_of`.
+"""Largest models of the papers' figures: the most layers whose states, activations and buffers fit, by `search.memory_of`.
 
-ZeRO figures 6 and 7 (memory of C1 to C5), ZeRO-Offload figure 7, ZeRO-Infinity figure 6a. From planner/hardware.toml: what a
+ZeRO figures 6 and 7 (memory of C1 to C5), ZeRO-Offload figure 7, ZeRO-Infinity figure 6a. From simulator/hardware.toml: what a
 DGX-2 is (ZeRO-Infinity figure 2b), and ZeRO-Offload's table 4.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from ..config import Tier
 from ..models.gpt import GPTConfig
-from ..planner.hardware import Hardware
-from ..planner.layout import Layout
-from ..planner.memory import memory_of
-from ..planner.profile import Profile
-from ..planner.trace import Resource
+from ..search.layout import Layout
+from ..search.memory import memory_of
+from ..search.profile import Profile
+from ..simulator.hardware import Hardware
+from ..simulator.trace import Resource
 from .infinity import numel_of
 from .reference import Row, printed
 from .table import CODE, Cell, Table, digits

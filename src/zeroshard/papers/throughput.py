@@ -2,7 +2,7 @@
 
     configuration --Profile.of_shape, trace_of--> what a rank does --as_published--> --simulate on `v100-32gb`--> seconds
 
-Nothing is fitted here: the device's one curve of efficiency and the links are those of planner/hardware.toml. `as_published`
+Nothing is fitted here: the device's one curve of efficiency and the links are those of simulator/hardware.toml. `as_published`
 says in what ZeRO's runs differ from this library: nothing was sent beside computation (Megatron-LM reduces gradients after
 backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats all of a block, its last all-reduce too.
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 
 from ..config import Tier
 from ..models.gpt import GPTConfig
-from ..planner.hardware import Hardware
-from ..planner.layout import Layout
-from ..planner.profile import Profile
-from ..planner.schedule import trace_of
-from ..planner.simulator import simulate
-from ..planner.trace import Task, Trace
+from ..search.layout import Layout
+from ..search.profile import Profile
+from ..search.schedule import trace_of
+from ..simulator.hardware import Hardware
+from ..simulator.simulate import simulate
+from ..simulator.trace import Task, Trace
 from .reference import Row, printed, stated
 from .table import SIMULATED, Cell, Table, rank_correlation
 
@@ -136,7 +136,7 @@ def _figure(name: str, number: str, title: str, label) -> Table:
         if system == "ZeRO":
             beside = tflops(configuration, published=False)
             cells.append(Cell(label(configuration), "ZeRO, sent beside computation", "", f"{beside:.1f}", SIMULATED))
-    remarks = [f"TFLOPS a device. ~: within {WITHIN:.0%}. Hardware: {HARDWARE} of planner/hardware.toml."]
+    remarks = [f"TFLOPS a device. ~: within {WITHIN:.0%}. Hardware: {HARDWARE} of simulator/hardware.toml."]
     if pairs:
         close = sum(abs(ours / theirs - 1) <= WITHIN for theirs, ours in pairs)
         remarks.append(

@@ -31,11 +31,11 @@ from ..config import Config, Tier
 from ..errors import ConfigError
 from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
+from ..simulator.trace import Resource, Trace
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Groups, Operators, Recorder
-from .trace import Resource, Trace
 
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..config import Config, Tier
 from ..measure.report import Report
-from .trace import Trace
+from ..simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
 ACTIVATIONS = "activations"  # and all else that computation holds: inputs, logits, temporaries

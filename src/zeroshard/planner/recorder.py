@@ -28,9 +28,9 @@ from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
 from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from ..memory.ledger import Ledger, listener
+from ..simulator.trace import Resource, Task, Trace
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
-from .trace import Resource, Task, Trace
 
 _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,

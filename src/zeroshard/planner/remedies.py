@@ -18,10 +18,10 @@ from ..activation_checkpointing.storage import CHECKPOINTS
 from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
+from ..simulator.simulate import simulate
+from ..simulator.trace import Resource
 from .plan import ACTIVATIONS, Plan
 from .request import Request, Verdict, gib, judge
-from .simulator import simulate
-from .trace import Resource
 
 STATES = (OPTIMIZER, MASTERS)
 ENOUGH = 3  # remedies that are shown

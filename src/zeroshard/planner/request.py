@@ -12,10 +12,10 @@ from typing import Any
 
 from ..config import Config, Tier
 from ..errors import ConfigError
-from .hardware import Hardware
+from ..simulator.hardware import Hardware
+from ..simulator.trace import Trace
 from .model_source import ModelSource
 from .plan import Held, Plan
-from .trace import Trace
 
 GIB = 1 << 30
 _ALIKE = 0.98  # of the fullest phase

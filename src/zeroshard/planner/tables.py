@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from ..config import Tier
+from ..simulator.trace import Resource, Task
 from .plan import PHASES, Plan
 from .request import Request, Verdict
-from .trace import Resource, Task
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {

@@ -6,9 +6,9 @@ import pytest
 from unit_hardware import BETWEEN, DEVICE, INSIDE, READ, UNIT, compute, move
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner import hardware as module
-from zeroshard.planner.hardware import NAMES, Curve, Hardware, Link, resource_seconds, seconds
-from zeroshard.planner.trace import Resource, Task, Trace
+from zeroshard.simulator import hardware as module
+from zeroshard.simulator.hardware import NAMES, Curve, Hardware, Link, resource_seconds, seconds
+from zeroshard.simulator.trace import Resource, Task, Trace
 
 UP = Resource.UP
 ONE = Trace()

@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from .hardware import Hardware
-from .simulator import COMPUTES, SAYS, Simulation, kind_of
+from .simulate import COMPUTES, SAYS, Simulation, kind_of
 from .trace import Resource, Task
 
 COLOURS = {

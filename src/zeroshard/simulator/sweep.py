@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .hardware import Hardware
-from .simulator import simulate
+from .simulate import simulate
 from .trace import Trace
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from ..config import Tier
 from ..errors import ConfigError
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
+from ..planner.plan import ACTIVATIONS, Plan
+from ..simulator.trace import Resource
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..zero.auto_wrap import LARGE_FRACTION
-from .plan import ACTIVATIONS, Plan
-from .trace import Resource
 
 _PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
 ROOT = "(root)"  # what is gathered from the beginning of a pass to its end
@@ -182,7 +182,7 @@ class Profile:
 
     @classmethod
     def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, flash: bool = True) -> Profile:
-        """Of a GPT (models/gpt.py) by formulas, which tests/planner/test_profile.py holds against the model itself.
+        """Of a GPT (models/gpt.py) by formulas, which tests/search/test_profile.py holds against the model itself.
 
         flash: scores of attention are not kept (torch's kernels); else two matrices (seq, seq) a head are. Attention counts 4 seq dim
         flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).

@@ -6,8 +6,8 @@ import pytest
 from unit_hardware import DEVICE, INSIDE, READ, SHARED, UNIT, compute, move, spans, trace
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.simulator import simulate
-from zeroshard.planner.trace import Resource, Task, Trace
+from zeroshard.simulator.simulate import simulate
+from zeroshard.simulator.trace import Resource, Task, Trace
 
 GATHERS = trace(
     move("gather 1", 2), move("gather 2", 3), compute("forward 1", 4, [0]), move("gather 3", 3, [2]),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import STAGES, Placement, Tier
+from ..simulator.trace import Resource, Task, Trace
 from ..zero.prefetch import LOOKAHEAD
 from .layout import Bytes, Layout, Volumes, rests_away
 from .memory import memory_of
 from .profile import Home, Profile, UnitProfile, homes_of
-from .trace import Resource, Task, Trace
 
 _PASSES = 2.4  # over what a forward keeps: bytes that its kernels move; these three are counted by dry runs of a GPT
 _BACKWARD_PASSES, _BACKWARD_KERNELS = 2.5, 3  # of a forward's

@@ -15,11 +15,11 @@ from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.sections import DeepSpeedConfigError
 from zeroshard.integrations.deepspeed.shard_options import shard_options
 from zeroshard.models.gpt import GPTConfig
-from zeroshard.planner.hardware import Hardware
-from zeroshard.planner.plan_file import deepspeed_config, section, write_config
-from zeroshard.planner.profile import Profile
-from zeroshard.planner.schedule import Layout
-from zeroshard.planner.search import search
+from zeroshard.search.plan_file import deepspeed_config, section, write_config
+from zeroshard.search.profile import Profile
+from zeroshard.search.schedule import Layout
+from zeroshard.search.search import search
+from zeroshard.simulator.hardware import Hardware
 from zeroshard.testing import run_threads
 
 HOST, DISK = Tier.HOST, Tier.DISK

@@ -12,7 +12,7 @@ import zeroshard as zs
 from zeroshard.comm.fake import FakeComm
 from zeroshard.errors import ConfigError
 from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
-from zeroshard.planner.profile import ROOT, Profile, homes_of
+from zeroshard.search.profile import ROOT, Profile, homes_of
 from zeroshard.zero.runtime import runtime_of
 
 SHAPE = GPTConfig(vocab_size=3000, seq_len=64, dim=128, layers=3, heads=4)

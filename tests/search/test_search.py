@@ -8,11 +8,11 @@ from zeroshard.config import Tier
 from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import OPTIMIZER
 from zeroshard.models.gpt import GPTConfig
-from zeroshard.planner.hardware import Hardware
-from zeroshard.planner.profile import Profile
-from zeroshard.planner.schedule import Layout, memory_of, trace_of
-from zeroshard.planner.search import MARGIN, _limits, bound, search, timed
-from zeroshard.planner.simulator import simulate
+from zeroshard.search.profile import Profile
+from zeroshard.search.schedule import Layout, memory_of, trace_of
+from zeroshard.search.search import MARGIN, _limits, bound, search, timed
+from zeroshard.simulator.hardware import Hardware
+from zeroshard.simulator.simulate import simulate
 
 TINY = Profile.of_shape(GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4), "tiny")
 SEVEN = Profile.of_shape(GPTConfig(vocab_size=50257, seq_len=1024, dim=4096, layers=36, heads=32, bias=True, tied=True), "7.5B")

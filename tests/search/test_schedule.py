@@ -15,9 +15,9 @@ from zeroshard.errors import ConfigError
 from zeroshard.memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, STAGING
 from zeroshard.models import CASE_STUDIES, GPT, GPTConfig
 from zeroshard.planner.dry_run import plan
-from zeroshard.planner.profile import Profile, UnitProfile
-from zeroshard.planner.schedule import Layout, memory_of, trace_of
-from zeroshard.planner.trace import Resource
+from zeroshard.search.profile import Profile, UnitProfile
+from zeroshard.search.schedule import Layout, memory_of, trace_of
+from zeroshard.simulator.trace import Resource
 from zeroshard.zero.runtime import runtime_of
 
 SHAPE = GPTConfig(vocab_size=1000, seq_len=32, dim=96, layers=3, heads=4, bias=True)

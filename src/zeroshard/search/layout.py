@@ -11,8 +11,8 @@ from typing import Any
 
 from ..config import PRECISIONS, STAGES, Config, Placement, Tier
 from ..errors import ConfigError, did_you_mean
+from ..simulator.trace import Resource
 from .profile import Home
-from .trace import Resource
 
 CHECKPOINTS = ("none", "blocks", "partitioned", "host")
 _CHECKPOINT_WORDS = {

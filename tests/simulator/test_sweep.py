@@ -9,10 +9,10 @@ from rich.console import Console
 from unit_hardware import UNIT, compute, move, trace
 
 from zeroshard.errors import ConfigError
-from zeroshard.planner.hardware import Hardware
-from zeroshard.planner.simulator import simulate
-from zeroshard.planner.sweep import sweep
-from zeroshard.planner.timeline import draw_timeline, write_chrome_trace
+from zeroshard.simulator.hardware import Hardware
+from zeroshard.simulator.simulate import simulate
+from zeroshard.simulator.sweep import sweep
+from zeroshard.simulator.timeline import draw_timeline, write_chrome_trace
 
 OVERLAPPED = trace(move("gather 1", 2), compute("forward 1", 4, [0]), move("gather 2", 3), compute("forward 2", 1, [1, 2]))
 

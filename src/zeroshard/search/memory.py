@@ -15,10 +15,10 @@ import torch
 from ..config import STAGES, Config, Offload, Placement, Row, Tier
 from ..memory.estimate import Group, arena_nbytes
 from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL, SECONDARY, STAGING
+from ..planner.plan import ACTIVATIONS
 from ..zero.prefetch import LOOKAHEAD
 from ..zero.shard_model import LANDINGS, STAGING_BUFFERS
 from .layout import Layout, packed_nbytes, rests_away
-from .plan import ACTIVATIONS
 from .profile import Home, Profile, UnitProfile, homes_of
 
 

@@ -19,14 +19,14 @@ from typing import Any
 from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
-from .hardware import Hardware, resource_seconds
+from ..planner.plan import Plan
+from ..simulator.hardware import Hardware, resource_seconds
+from ..simulator.simulate import Simulation, simulate
+from ..simulator.trace import Resource, Task, Trace
 from .layout import Layout, Volumes, exchange
 from .memory import Sizes, memory_of
-from .plan import Plan
 from .profile import Profile
 from .schedule import trace_of
-from .simulator import Simulation, simulate
-from .trace import Resource, Task, Trace
 
 MARGIN = 0.1  # of the device's memory, for what the formulas leave out: holes between blocks, temporaries
 _MOST_SIMULATED, _MOST_TASKS = 96, 3000

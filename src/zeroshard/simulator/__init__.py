@@ -1,0 +1,1 @@
+"""A step in time: traces, hardware, what each task waits for."""
