@@ -9,7 +9,7 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.dry_run import observe
-from zeroshard.planner.trace import Resource
+from zeroshard.simulator.trace import Resource
 from zeroshard.testing import run_threads
 
 SHAPE = GPTConfig(vocab_size=96, seq_len=16, dim=32, layers=2, heads=2)

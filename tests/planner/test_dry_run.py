@@ -156,3 +156,21 @@ def test_a_model_that_was_built_before_stays_as_it_is():
     assert type(model.embedding.weight) is nn.Parameter and model.head.weight is model.embedding.weight
     model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
     assert plans[0].phases == plans[1].phases
+
+
+def test_a_plan_is_the_same_where_nothing_is_trained():
+    trained = planned(ranks=2, stage=2)
+    for nothing in (torch.no_grad, torch.inference_mode):
+        with nothing():
+            assert planned(ranks=2, stage=2).phases == trained.phases
+
+
+def test_a_mesh_is_not_imagined_inside_of_a_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        assert planned(ranks=2).sent["dp"] > 0
+        with pytest.raises(ConfigError, match="in a process of its own"):
+            planned(axes={"tp": 2, "dp": 2})
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()

@@ -74,7 +74,7 @@ def plan(
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
     token = imagination.set(kind)
     try:
-        with _built(model_fn) as model:
+        with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:  # wherever it is asked: what is planned trains
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
                 model_fn if whole else None,
