@@ -159,7 +159,7 @@ class ParamGroup:
         else:
             before = [param._version for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            steps = [param._version - seen for param, seen in zip(self.params, before, strict=True)]  # of fake ones, which share a count: many
+            steps = [param._version - seen for param, seen in zip(self.params, before, strict=True)]  # fakes share a count
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
