@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
@@ -136,7 +137,7 @@ def _shard(
     undefined = init_context.materialise_buffers(model, device)
     if weights is not None:
         meta_names, undefined = set(), [name for name in undefined if name not in stored]
-    if undefined or meta_names:
+    if (undefined or meta_names) and not isinstance(torch.empty(0), FakeTensor):  # in a dry run nothing has values
         init_context.initialise(model, meta_names, undefined)
     if weights is not None:  # last: what initialised a buffer may have written its module's parameters as well
         streaming.stream(runtime, found, stored)

@@ -278,6 +278,14 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
             f"config: {path} has no {missing[0]!r}: expected a file that `zeroshard plan --auto` has written. A configuration of "
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
+    mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
+    counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
+    counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _PLAN_KEYS[2:]}
+    for name, value in counts.items():  # the file may have been edited
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"config: {path}: {name}: expected a whole number of at least 1, got {value!r}.")
+    if not isinstance(section["shard"], dict):
+        raise ConfigError(f"config: {path}: shard: expected options of zs.shard by name, got {section['shard']!r}.")
     return section
 
 

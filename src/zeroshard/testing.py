@@ -32,7 +32,7 @@ from .comm import backend_select
 from .comm.failure import failure_of
 from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
-from .errors import PeerFailed
+from .errors import ConfigError, PeerFailed
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -83,6 +83,11 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    if dist.is_initialized():
+        raise ConfigError(
+            "an imagined mesh makes a process group of its own, and this process is in one: plan axes pp and tp before "
+            "torch.distributed.init_process_group(), or in a process of its own (`zeroshard plan`)."
+        )
     _clear_fast_path_sharding_prop_cache()  # they remember meshes by their shape, and with them the groups of another rank
     _clear_python_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=FakeStore())

@@ -129,3 +129,48 @@ def test_bad_input_gets_a_sentence():
         zs.plan(Chooses, batch=lambda: torch.zeros(4, 8), loss=lambda model, x: model(x).sum(), ranks=2)
     with pytest.raises(ConfigError, match="can not be built on the meta device"):
         zs.plan(lambda: nn.Linear(4, int(torch.ones(2).sum())), batch=(1, 8), ranks=2)
+
+
+def test_what_is_no_batch_model_or_count_gets_a_sentence():
+    def refused(match, model_fn=lambda: GPT(SHAPE), **given):
+        with pytest.raises(ConfigError, match=match):
+            zs.plan(model_fn, **({"ranks": 2, "batch": (1, 8)} | given))
+
+    for batch in (None, 5, (2,), (2, 8, 3), (0, 8), (2.5, 8)):
+        refused("batch: expected", batch=batch)
+    for count in (0, -1, 1.5):
+        refused("micro_batches: expected", micro_batches=count)
+        refused("node_size: expected", node_size=count)
+    refused("optimizer: expected a function", optimizer=3)
+    refused("axes: expected ranks by axis", axes=7, ranks=None)
+    refused("expected a function that makes the model", GPT(SHAPE))
+    refused("returns a torch.nn.Module", lambda: 3)
+
+
+def test_a_model_that_was_built_before_stays_as_it_is():
+    model = GPT(SHAPE)
+    model.head.weight = model.embedding.weight
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    plans = [zs.plan(lambda: model, ranks=2, batch=(1, 8), stage=3) for _ in range(2)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model.embedding.weight) is nn.Parameter and model.head.weight is model.embedding.weight
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    assert plans[0].phases == plans[1].phases
+
+
+def test_a_plan_is_the_same_where_nothing_is_trained():
+    trained = planned(ranks=2, stage=2)
+    for nothing in (torch.no_grad, torch.inference_mode):
+        with nothing():
+            assert planned(ranks=2, stage=2).phases == trained.phases
+
+
+def test_a_mesh_is_not_imagined_inside_of_a_process_group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        assert planned(ranks=2).sent["dp"] > 0
+        with pytest.raises(ConfigError, match="in a process of its own"):
+            planned(axes={"tp": 2, "dp": 2})
+        assert torch.distributed.get_backend() == "gloo"
+    finally:
+        torch.distributed.destroy_process_group()

@@ -114,3 +114,13 @@ def test_bad_files_are_said(tmp_path):
         parse_train(["--config", str(other)])
     with pytest.raises(ConfigError, match="offload_path: this plan rests states on disk"):
         section(LAYOUTS["offloaded"])
+
+
+@pytest.mark.parametrize(
+    "edit", [{"shard": None}, {"mesh": 3}, {"mesh": {}}, {"mesh": {"pp": "1", "dp": 2}}, {"micro_batch": 0}, {"global_batch": -1}],
+)  # fmt: skip
+def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
+    plan = {"shard": {"stage": 2}, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
+    (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan | edit}))
+    with pytest.raises(ConfigError, match=f"plan.json: {next(iter(edit))}.*: expected"):
+        read_plan(tmp_path / "plan.json")

@@ -46,6 +46,8 @@ class Options(PlanOptions):
         for name in ("global_batch", "lossy", "config", "offload_path"):
             if getattr(self, name) and not self.auto:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
+        if self.config is not None and (not Path(self.config).parent.is_dir() or Path(self.config).is_dir()):  # before the search
+            raise UsageError(f"--config: expected the name of a file in a folder that there is, got {self.config!r}")
         if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
             raise UsageError("--auto: expected no --offload option: where states rest is searched")
 

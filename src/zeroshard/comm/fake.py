@@ -63,13 +63,17 @@ imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagina
 
 
 class _Watched(Work):
-    """Over when somebody waits for it."""
+    """Over when somebody waits for it; where the host does not wait (`ordered`), that is all that can be known of it."""
 
-    def __init__(self, watcher: Watcher, ticket: Ticket, sent: Sent) -> None:
-        self.watcher, self.ticket, self.sent = watcher, ticket, sent
+    def __init__(self, watcher: Watcher, ticket: Ticket, sent: Sent, ordered: bool) -> None:
+        self.watcher, self.ticket, self.sent, self._drained = watcher, ticket, sent, not ordered
 
     def wait(self) -> None:
+        self._drained = True
         self.watcher.waited(self.ticket)
+
+    def drained(self) -> bool:
+        return self._drained
 
 
 class ImaginedStreams(Streams):
@@ -142,7 +146,7 @@ class FakeComm(Comm):
 
     def _start(self, label: str, nbytes: int) -> Work:
         sent = self.sent(nbytes)
-        return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size), sent)
+        return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size), sent, self.ordered)
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size

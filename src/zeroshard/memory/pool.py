@@ -40,6 +40,7 @@ class _Buffer:
     work: Work | None = None  # the reduction that reads it
     taken: bool = False
     touched: bool = False
+    given: int = 0  # counts on with each `give`
     nbytes: int = 0  # that it had, where it was given back
 
 
@@ -56,6 +57,7 @@ class StagingPool:
         present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
         self._buffers = [self._new() for _ in range(present if nbytes else 0)]
         self._views: dict[tuple[int, int, torch.dtype, bool], Region] = {}
+        self._given = 0
         self._longest_s = _LONGEST_S  # waited once in vain: not again for each buffer, until one comes free
 
     def _new(self) -> _Buffer:
@@ -69,7 +71,7 @@ class StagingPool:
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
         for number, buffer in enumerate(self._buffers[: self.count]):
-            if not buffer.taken and (buffer.work is None or buffer.work.drained()):
+            if not buffer.taken and self._drained(number):
                 return self._prepare(number, numel, dtype, whole)
         return None
 
@@ -88,11 +90,18 @@ class StagingPool:
 
     def give(self, number: int, work: Work | None) -> None:
         """The buffer may be taken again when `work` has drained."""
-        self._buffers[number].taken = False
-        self._buffers[number].work = work
+        self._given += 1
+        buffer = self._buffers[number]
+        buffer.taken, buffer.work, buffer.given = False, work, self._given
 
     def _find_free(self) -> int:
         """A free buffer: wait for a slow peer, but not for one that itself waits."""
+        if self.comm.imagined or not self.comm.waits_on_host:
+            free = [n for n, each in enumerate(self._buffers) if not each.taken and (each.touched or n < self.count)]
+            # the one whose reduction is furthest: that of the last may have just begun, and imagined peers are a little late
+            number = min(free, key=lambda n: (not self._drained(n), self._buffers[n].given), default=None)
+            if number is not None and (self._drained(number) or not self.comm.waits_on_host):
+                return number  # `take` orders the streams; the host, which peers may need, goes on
         with self.comm.pending.waiting():
             return self._wait_for_free()
 
@@ -100,21 +109,19 @@ class StagingPool:
         begin, announced = time.monotonic(), False
         try:
             while True:
-                waiting = None
-                for number, buffer in self._in_order():
+                waiting = False
+                for number, buffer in enumerate(self._buffers):
                     if buffer.taken or not (buffer.touched or number < self.count):
                         continue
-                    if buffer.work is None or buffer.work.drained():
+                    if self._drained(number):
                         self._longest_s = _LONGEST_S
                         return number
-                    waiting = number if waiting is None else waiting
-                if waiting is not None and not self.comm.waits_on_host:
-                    return waiting  # `take` orders the streams; the host, which peers may need, goes on
+                    waiting = True
                 waited = time.monotonic() - begin
                 if waited > self._longest_s:
                     self._longest_s = _PATIENCE_S
                     return self._further()
-                if (waiting is None and not self.passing) or (announced and self.comm.peers_wait()):
+                if (not waiting and not self.passing) or (announced and self.comm.peers_wait()):
                     return self._further()
                 if waited > _PATIENCE_S and not announced:
                     announced = True
@@ -125,15 +132,14 @@ class StagingPool:
             if announced:
                 self.comm.announce(None)
 
-    def _in_order(self) -> list[tuple[int, _Buffer]]:
-        """As they are tried. Imagined peers are a little late, as real ones mostly are: all of the usual number come to be used."""
-        numbered = list(enumerate(self._buffers))
-        return sorted(numbered, key=lambda each: each[1].touched) if self.comm.imagined else numbered
+    def _drained(self, number: int) -> bool:
+        work = self._buffers[number].work
+        return work is None or work.drained()
 
     def _further(self) -> int:
         """A buffer beyond the usual number."""
         for number, buffer in enumerate(self._buffers[self.count :], self.count):
-            if not buffer.taken and (buffer.work is None or buffer.work.drained()):
+            if not buffer.taken and self._drained(number):
                 return number
         if self.comm.shares_memory:
             for number, buffer in enumerate(self._buffers):

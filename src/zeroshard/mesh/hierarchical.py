@@ -80,7 +80,8 @@ class HierarchicalComm(Wrapper):
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         if self.comm.shares_memory:
             region = self.comm.allocate(numel, dtype, whole=whole)
-            return self._region(region, [region.shards[r] for r in self._order], [region.wholes[r] for r in self._order] if whole else [], whole)
+            wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []  # of imagined ranks there are none
+            return self._region(region, [region.shards[r] for r in self._order], wholes, whole)
         region = self.inner.allocate(numel, dtype, whole=whole)
         mine: dict[int, Tensor] = dict(zip(self._near, region.wholes if whole else region.shards, strict=False))
         everyone = [mine.get(rank) for rank in range(self.world_size)]

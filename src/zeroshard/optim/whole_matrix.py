@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
@@ -195,16 +196,19 @@ class WholeStepper:
             if parts is not None:
                 value, after = self._step_class(job, parts[0], parts[1], dict(zip(job.states, parts[2:], strict=True)))
                 mine = job, value, after
-        told = None
-        if mine is not None:
-            job, _, after = mine
-            states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
-            told = states, {key: value for key, value in after.items() if key not in states}
+        told = _told(mine[0], mine[2]) if mine is not None else None
         everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
         for job in turn:
-            states, job.others = everyone[job.owner]
+            states, job.others = self._imagined(job) if self.comm.imagined and job.owner != self.comm.rank else everyone[job.owner]
             job.states = dict(sorted(states.items()))
         self._give_back(turn, mine)
+
+    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+        """What an imagined owner would tell: of a first step, without memory, and seen by nobody who counts."""
+        first = replace(job, states={}, others={})
+        with _disable_current_modes():
+            param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
+            return _told(first, self._step_class(first, param, grad, {})[1])
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere."""
@@ -296,6 +300,12 @@ def _placed(value: Any, key: str, run: Run) -> Any:
     """What the owner told of a state that is not cut: `step` stays on the host, as torch has it."""
     assert run.tensor is not None
     return value.to(run.tensor.device) if isinstance(value, Tensor) and key != "step" else value
+
+
+def _told(job: Stepping, after: dict[str, Any]) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+    """What others must know of the states of a parameter after its step: which there are, and those that are not cut."""
+    states = {key: value.dtype for key, value in after.items() if _is_state(value, job.shape) and key not in job.others}
+    return states, {key: value for key, value in after.items() if key not in states}
 
 
 def _is_state(value: Any, shape: tuple[int, ...]) -> bool:

@@ -11,6 +11,7 @@ Sizes, collectives, copies and the order of all things are those of a real run; 
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 from .. import api
 from ..activation_checkpointing.checkpoint import checkpoint_activations
@@ -65,14 +71,15 @@ def plan(
     Raises ConfigError for what can not be divided, and for a model that can not be built or run without numbers.
     """
     axes = _axes(ranks, axes)
-    if not isinstance(rank, int) or not 0 <= rank < _product(axes):
+    if not _whole(rank, 0) or rank >= _product(axes):
         raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
+    _check(model_fn, batch, loss, optimizer, micro_batches, node_size)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
     token = imagination.set(kind)
     try:
-        with _built(model_fn) as model:
+        with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:  # wherever it is asked: what is planned trains
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
                 model_fn if whole else None,
@@ -126,12 +133,32 @@ def _product(axes: Mapping[str, int]) -> int:
     return size
 
 
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check(model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object) -> None:
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise ConfigError(f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}.")
+    shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
+    if not shaped and not callable(batch):
+        raise ConfigError(f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}.")
+    for name, value in (("loss", loss), ("optimizer", optimizer)):
+        if value is not None and not callable(value):
+            raise ConfigError(f"{name}: expected a function, got {value!r}.")
+    for name, value in (("micro_batches", micro_batches), ("node_size", 1 if node_size is None else node_size)):
+        if not _whole(value, 1):
+            raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+
+
 def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
     if (ranks is None) == (axes is None):
         raise ConfigError('zs.plan: expected ranks=N, or axes={"pp": .., "dp": .., "tp": ..}; give one of them.')
+    if axes is not None and not isinstance(axes, Mapping):
+        raise ConfigError(f'axes: expected ranks by axis, {{"pp": .., "dp": .., "tp": ..}}, got {axes!r}.')
     found = dict(axes) if axes is not None else {"dp": ranks}
     for axis, size in found.items():
-        if axis not in (*MODEL_AXES, "dp") or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if axis not in (*MODEL_AXES, "dp") or not _whole(size, 1):
             raise ConfigError(f'axes: expected whole numbers of at least 1 for "pp", "dp" and "tp", got {axis!r}: {size!r}.')
     return {axis: found.get(axis, 1) for axis in ("pp", "dp", "tp")}
 
@@ -146,7 +173,21 @@ def _built(model_fn: Callable[[], nn.Module]) -> Iterator[nn.Module]:
             f"the model can not be built on the meta device: {error}. Values that its modules read while they are made (numbers, files) "
             "must not come from parameters; make them with device='cpu', or in a function that is called later."
         ) from error
-    yield model
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"zs.plan: expected a function that returns a torch.nn.Module, got {type(model).__name__}.")
+    yield _without_memory(model)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """The model, or where it is one that was built before, a copy without values: the plan changes what it is given."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if all(param.is_meta for param in model.parameters()):
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        empty = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
 
 
 @dataclass
@@ -215,6 +256,8 @@ class _Run:
     def _plain(self) -> tuple[Callable[[Any], None], list[Runtime]]:
         if self.make_model is not None:
             self.model = self.make_model()
+            if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
+                raise ConfigError("whole: expected a function that makes the model anew; this one was built before, and would be changed.")
         optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
         comm = None if self.real else FakeComm(self.rank, self.axes["dp"])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)

@@ -174,6 +174,11 @@ def _configuration(path: Path) -> ModelSource:
     except (ValueError, OSError, KeyError) as error:
         raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {_line(error)}.") from error
     text = config.get_text_config()
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping or not getattr(text, "vocab_size", None):
+        raise ConfigError(
+            f"model: {file} is of {config.model_type!r}, which is no causal language model: give a function that makes the model, "
+            "module:function, or zs.plan(model_fn, batch=make_batch, loss=...)."
+        )
     longest = getattr(text, "max_position_embeddings", None)
     shape = Shape(*(getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")))
     name = f"{config.model_type} of {path}"
@@ -185,7 +190,9 @@ def _of_config(config: Any) -> nn.Module:
     """A causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
     config.use_cache = False
-    settings = {"attn_implementation": "sdpa", "dtype": torch.float32}
+    classes = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    fused = getattr(classes[0] if isinstance(classes, (tuple, list)) else classes, "_supports_sdpa", False)
+    settings = {"attn_implementation": "sdpa" if fused else "eager", "dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_config(config, **settings)
     if _has_experts(config.get_text_config()):
         group_experts(model)

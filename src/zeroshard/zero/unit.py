@@ -157,8 +157,10 @@ class ParamGroup:
         if self.values.sharded:
             self.unit.writes += 1
         else:
+            before = [param._version for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            self.masters.versions = [version + 1 for version in self.masters.versions]
+            steps = [param._version - seen for param, seen in zip(self.params, before, strict=True)]  # fakes share a count
+            self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
         """The value of replicated parameter `index`, and its master, have been written whole, past autograd: as `mark_written`."""
