@@ -56,7 +56,9 @@ def _interrupt(monkeypatch, step: int) -> None:
     monkeypatch.setattr(Trainer, "_micro_batch", micro_batch)
 
 
-@pytest.mark.parametrize("options", [(), ("--precision", "bf16", "--save-in-background")], ids=["fp32", "bf16-background"])
+@pytest.mark.parametrize(
+    "options", [pytest.param((), marks=pytest.mark.slow), ("--precision", "bf16", "--save-in-background")], ids=["fp32", "bf16-background"]
+)  # in fp32: killed runs, below
 def test_an_interrupted_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, capsys, options):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert _train(text, whole, *options) == 0

@@ -201,7 +201,7 @@ def test_the_ledger_counts_every_byte_that_lives(stage):
         assert counted_nbytes <= sum(storages.values()) <= counted_nbytes + slack
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])  # 8 s each; stage 0 in small above
 def test_a_trillion_parameters_on_1024_ranks(stage):
     """ZeRO's own example (section 1): 10^12 parameters, bf16 with fp32 masters: 16 TB plain, 16 GB a rank at stage 3."""
     world_size = 1024

@@ -201,7 +201,8 @@ def test_c06_the_norm_is_the_same_however_the_batch_is_cut():
         assert len(norms) == 2, f"{micros}: {norms}"
 
 
-@pytest.mark.limit(180)  # 13 s, and far more where others need the cores
+@pytest.mark.slow  # 13 s; six steps of every stage: test_equivalence
+@pytest.mark.limit(180)
 def test_c06_parameters_are_equal_after_50_steps():
     base, samples = seeded(Stack), torch.randn(16, 7, generator=torch.Generator().manual_seed(1))
     wanted, small = (run_threads(2, c06, base, samples, 0, 4, 50, 1e-3, size)[0][1] for size in (None, 64))
@@ -258,7 +259,8 @@ def test_c07_clip_norm_over_uneven_shards(stage, clip):
 # -- C08: late-stage drift of bf16 (AReaL#1292, A#2624) ----------------------------------------------------------------
 
 
-@pytest.mark.limit(180)  # 8 s, and far more where others need the cores
+@pytest.mark.slow  # 8 s; masters: test_equivalence[bf16], and tests/optim
+@pytest.mark.limit(180)
 def test_c08_bf16_with_masters_tracks_fp32_where_pure_bf16_stands_still():
     torch.manual_seed(0)
     base, x = nn.Linear(8, 1), torch.randn(64, 8)

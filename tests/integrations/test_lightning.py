@@ -489,6 +489,7 @@ def _two_ranks(rank, world, root):
     return zs.full_state_dict(module), zs.full_state_dict(net.module), checked
 
 
+@pytest.mark.slow  # 15 s; processes with the strategy: test_programs.py
 @pytest.mark.processes
 def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path):
     _, expected, _ = plain(accumulate=2, clip=0.1)
@@ -503,7 +504,7 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_pa
     check(module, plain(epochs=2, accumulate=2, clip=0.1)[1])
 
 
-@pytest.mark.slow  # 30 s; two processes with the strategy: test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint
+@pytest.mark.slow  # 30 s; processes with the strategy: test_programs.py
 @pytest.mark.processes
 def test_the_example_starts_its_ranks_by_itself(tmp_path):
     example = Path(__file__).parents[2] / "examples/lightning_strategy.py"

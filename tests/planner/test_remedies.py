@@ -95,6 +95,7 @@ def test_units_that_are_gathered_in_parts_free_what_large_ones_take():
     assert "sends" not in found[0].cost and found[0].verdict.held.get(GATHERED, 0) < verdict.held[GATHERED]
 
 
+@pytest.mark.slow  # 5 s; each change by itself: above
 def test_where_no_change_suffices_alone_several_do_and_none_is_idle():
     asked = request(options=FINE | {"stage": 0}, rows=2, seq=256)
     plans = asked.plans()

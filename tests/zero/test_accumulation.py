@@ -163,6 +163,7 @@ def test_any_order_of_events_equals_the_contract(sequence):
     check(sequence)
 
 
+@pytest.mark.slow  # 5 s; at the units of every day: above
 @settings(max_examples=15)
 @given(actions, st.sampled_from(["leaf", "model"]), st.booleans(), st.booleans())
 def test_any_order_of_events_at_other_unit_sizes(sequence, units, overlap, map_shared):
