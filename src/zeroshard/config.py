@@ -286,6 +286,10 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
             raise ConfigError(f"config: {path}: {name}: expected a whole number of at least 1, got {value!r}.")
     if not isinstance(section["shard"], dict):
         raise ConfigError(f"config: {path}: shard: expected options of zs.shard by name, got {section['shard']!r}.")
+    try:
+        Config.build(None, **section["shard"])
+    except ConfigError as error:
+        raise ConfigError(f"config: {path}: shard: {error}") from None
     return section
 
 

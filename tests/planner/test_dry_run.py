@@ -127,6 +127,10 @@ def test_bad_input_gets_a_sentence():
         zs.plan(lambda: GPT(SHAPE), batch=(1, 8), ranks=4, rank=4)
     with pytest.raises(ConfigError, match="asks for numbers"):
         zs.plan(Chooses, batch=lambda: torch.zeros(4, 8), loss=lambda model, x: model(x).sum(), ranks=2)
+    with pytest.raises(ConfigError, match="schedule are options of zs.parallelize, for axes pp and tp"):
+        zs.plan(lambda: GPT(SHAPE), batch=(1, 8), ranks=4, parallel={"schedule": "1f1b"})
+    with pytest.raises(ConfigError, match="over the ranks of tp, of which there is one"):
+        zs.plan(lambda: GPT(SHAPE), batch=(1, 8), ranks=4, checkpointing={"partition": True})
     with pytest.raises(ConfigError, match="can not be built on the meta device"):
         zs.plan(lambda: nn.Linear(4, int(torch.ones(2).sum())), batch=(1, 8), ranks=2)
 

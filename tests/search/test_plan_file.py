@@ -124,3 +124,11 @@ def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan | edit}))
     with pytest.raises(ConfigError, match=f"plan.json: {next(iter(edit))}.*: expected"):
         read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("shard", [{"stagee": 2}, {"stage": "2"}])
+def test_options_in_a_file_are_those_of_zs_shard(shard, tmp_path):
+    plan = {"shard": shard, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
+    (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan}))
+    with pytest.raises(ConfigError, match="plan.json: shard: .*stage"):
+        read_plan(tmp_path / "plan.json")

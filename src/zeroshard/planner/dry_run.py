@@ -79,6 +79,7 @@ def plan(
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
     token = imagination.set(kind)
     try:
+        _check_tp(axes, parallel or {}, checkpointing)
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:  # wherever it is asked: what is planned trains
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
@@ -92,6 +93,14 @@ def plan(
         ) from error
     finally:
         imagination.reset(token)
+
+
+def _check_tp(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
+    """What would have no effect is refused."""
+    if parallel and not any(axes[axis] > 1 for axis in MODEL_AXES):
+        raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
+    if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes["tp"] == 1:
+        raise ConfigError(f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.')
 
 
 def observe(
@@ -225,7 +234,7 @@ class _Run:
                 for runtime in runtimes:
                     options = {} if checkpointing is True else dict(checkpointing)
                     if options.get("partition") is True:  # over the ranks of tp, which compute with the same activations
-                        options["partition"] = mesh["tp"] if mesh is not None and self.axes["tp"] > 1 else None
+                        options["partition"] = mesh["tp"]
                     checkpoint_activations(runtime.model, **options)
             self._train(step, runtimes, batch, operators)
             text = self._report
