@@ -25,8 +25,8 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
 INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
 
 
-# what they do is done in tests/integrations, tests/offload and tests/parallel as well
-SLOW = {"transformers_trainer.py", "accelerate_loop.py", "lora.py", "offload_to_disk.py", "three_axes.py"}
+# what they do is done in tests/integrations, tests/offload, tests/checkpoint and tests/parallel as well
+SLOW = {"transformers_trainer.py", "accelerate_loop.py", "lora.py", "offload_to_disk.py", "three_axes.py", "export_to_hugging_face.py"}
 
 
 @pytest.mark.parametrize(

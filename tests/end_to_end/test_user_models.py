@@ -133,7 +133,7 @@ def check(chosen: list[Cell], outcomes: list[list[Outcome]]) -> None:
 
 @pytest.mark.limit(150)  # whole: 20 s
 @pytest.mark.parametrize("subject", SUBJECTS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2, 3])  # one rank: test_equivalence
 def test_models_of_users_equal_one_process(subject: str, world_size: int) -> None:
     chosen = [cell for cell in cells() if cell.model[0] == subject and cell.world[0] == world_size]
     tasks = [task_of(SUBJECTS[subject], cell.model[1], world_size, cell.mode) for cell in chosen]

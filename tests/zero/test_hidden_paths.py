@@ -73,7 +73,7 @@ def list_too(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 
 
 @every_mode
-@pytest.mark.parametrize("units", ["leaf", (Keeps,)], ids=["leaf", "block"])
+@pytest.mark.parametrize("units", [pytest.param("leaf", marks=pytest.mark.slow), (Keeps,)], ids=["leaf", "block"])  # leaves: below
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize(
     ("loss", "kind"),
