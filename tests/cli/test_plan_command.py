@@ -122,6 +122,8 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
     sweep = ["--sweep", "ranks=2,16;batch=1,2", "--utilisation", "0.5,1"]
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--out", str(tmp_path))
     assert "speed-up" in printed and "micro-batch 2, 50% of bandwidth" in printed and (tmp_path / "scaling.png").exists()
+    page = (tmp_path / "sweep.html").read_text()
+    assert "data:image/png;base64," in page and "micro-batch 2, 50% of bandwidth" in page and "src=\"http" not in page
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--json")
     assert [(row["ranks"], row["batch"]) for row in json.loads(printed)["rows"]] == [(r, b) for b in (1, 2) for _ in (0.5, 1) for r in (2, 16)]
 

@@ -178,3 +178,13 @@ def test_a_mesh_is_not_imagined_inside_of_a_process_group(tmp_path):
         assert torch.distributed.get_backend() == "gloo"
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_reductions_go_from_each_rank_straight_to_each_and_two_hops_spare_the_network():
+    """Over several nodes a reduction in one hop crosses once for each rank of a node, a gather's ring once for the node."""
+    flat, hops = (planned(ranks=16, node_size=4, stage=2, hierarchical=way) for way in (False, True))
+    for plan in (flat, hops):
+        kinds = {task.name.split()[0]: task.distinct for task in plan.trace.tasks if Resource.BETWEEN in task.nbytes}
+        assert kinds["reduce"] and not kinds["gather"]
+    reduced = [sum(t.nbytes.get(Resource.BETWEEN, 0) for t in plan.trace.tasks if t.name.startswith("reduce")) for plan in (flat, hops)]
+    assert reduced[1] == pytest.approx(reduced[0] / 4, rel=0.01)

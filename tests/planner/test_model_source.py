@@ -239,7 +239,6 @@ def test_checkpoints_are_kept_in_parts_over_tp_or_on_the_host_in_a_plan_too():
 
 
 def test_a_configuration_without_a_causal_language_model_says_what_to_give(tmp_path):
-    pytest.importorskip("transformers")
     for model_type in ("t5", "vit"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
         with pytest.raises(ConfigError, match="no causal language model: give a function"):
@@ -247,7 +246,6 @@ def test_a_configuration_without_a_causal_language_model_says_what_to_give(tmp_p
 
 
 def test_attention_without_torchs_kernels_is_built_plain(tmp_path):
-    pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 1, "n_head": 2}))
     with torch.device("meta"):
         assert source_of(str(tmp_path)).build().config._attn_implementation == "eager"

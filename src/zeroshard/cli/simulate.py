@@ -130,10 +130,23 @@ def _busy(done: Simulation) -> tables.Table:
     return tables.Table("What is busy in a step", ("", "seconds", "of the step", "of what it waits for"), rows)
 
 
+def _swept_rows(done: Sweep) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    header = ("ranks", "micro-batch", "bandwidth", "seconds", "TFLOPS a device", "tokens/s", "")
+    return header, tuple(
+        (f"{row.ranks:,}", str(row.setting.micro_batch), f"{row.setting.utilisation:.0%}", f"{row.step_s:.4g}", f"{row.tflops:.4g}",
+         f"{row.tokens_per_s:,.0f}", row.bound) for row in done.rows
+    )  # fmt: skip
+
+
 def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
+    from ..planner.pictures import write_page
+
     if options.out is not None:
         make_folder(Path(options.out))
-        done.draw(Path(options.out) / "scaling.png", f"{request.source.name} on {request.hardware.name}")
+        heading, picture = f"{request.source.name} on {request.hardware.name}", Path(options.out) / "scaling.png"
+        done.draw(picture, heading)
+        table = tables.Table("Steps", *_swept_rows(done))
+        write_page(Path(options.out) / "sweep.html", heading, None, [table], {"Throughput by ranks": picture}, [str(limit) for limit in done.limits])
     if options.json:
         rows = [{"ranks": row.ranks, "batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
                  "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}

@@ -27,8 +27,8 @@ Ticket = tuple[int, ...]  # tasks of a trace
 class Watcher:
     """Is told what an imagined rank starts and waits for. This one keeps nothing."""
 
-    def sent(self, label: str, sent: Sent, peers: int) -> Ticket:
-        """A collective of so many ranks is started, for which this one sends so much."""
+    def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
+        """A collective of so many ranks is started, for which this one sends so much; distinct: other bytes to each of them."""
         return ()
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:
@@ -140,13 +140,13 @@ class FakeComm(Comm):
         return self._start(label, full.nbytes // self.world_size)
 
     def collect(self, source: Region, combine: Combine, *, tag: int, label: str) -> Work:
-        work = self._start(label, source.tensor.nbytes // self.world_size)
+        work = self._start(label, source.tensor.nbytes // self.world_size, distinct=True)
         work.square_sum = 1.0  # see `square_sums`
         return work
 
-    def _start(self, label: str, nbytes: int) -> Work:
+    def _start(self, label: str, nbytes: int, distinct: bool = False) -> Work:
         sent = self.sent(nbytes)
-        return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size), sent, self.ordered)
+        return _Watched(self.watcher, self.watcher.sent(label, sent, self.world_size, distinct), sent, self.ordered)
 
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         return [payload] * self.world_size

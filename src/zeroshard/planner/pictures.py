@@ -91,13 +91,13 @@ def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:
 
 
 def write_page(
-    path: str | Path, heading: str, verdict: Verdict, tables: Sequence[Table], pictures: Mapping[str, Path], notes: Sequence[str] = ()
+    path: str | Path, heading: str, verdict: Verdict | None, tables: Sequence[Table], pictures: Mapping[str, Path], notes: Sequence[str] = ()
 ) -> None:
     """One HTML file with all of it. pictures: PNG files by title, which become a part of the page."""
     said = html.escape(heading)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{said}</title><style>{_STYLE}</style>", f"<h1>{said}</h1>",
-        f'<p class="verdict{" fits" if verdict.fits else ""}">{html.escape(str(verdict))}</p>',
+        f'<p class="verdict{" fits" if verdict.fits else ""}">{html.escape(str(verdict))}</p>' if verdict is not None else "",
         *(f"<p>{html.escape(note)}</p>" for note in notes),
     ]  # fmt: skip
     for title, file in pictures.items():

@@ -216,14 +216,16 @@ class Recorder(Watcher):
             self._last = (number,)
         return (number,)
 
-    def start(self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = "dp", channel: str = "") -> Ticket:
+    def start(self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = "dp", channel: str = "", distinct: bool = False) -> Ticket:
         """A task beside the rank's own order, after what it has done so far."""
         self.flush()
-        return self._add(Task(name, self._phase, nbytes, self._last, peers=peers, unit=self.unit, axis=axis, channel=channel)) + (-self._began,)
+        more = {"peers": peers, "axis": axis, "channel": channel, "distinct": distinct}
+        return self._add(Task(name, self._phase, nbytes, self._last, unit=self.unit, **more)) + (-self._began,)
 
-    def sent(self, label: str, sent: Sent, peers: int) -> Ticket:
+    def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         nbytes = {Resource.INSIDE: float(sent.inside), Resource.BETWEEN: float(sent.between)}
-        return self.start(label, {resource: amount for resource, amount in nbytes.items() if amount}, peers) if sum(sent) else ()
+        moved = {resource: amount for resource, amount in nbytes.items() if amount}
+        return self.start(label, moved, peers, distinct=distinct) if moved else ()
 
     def moved(self, source: Tier, target: Tier, nbytes: int) -> Ticket:
         link = _LINKS[source, target]

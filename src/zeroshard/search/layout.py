@@ -38,7 +38,8 @@ class Layout:
     node_size: ranks of a node.
     hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
-    separate: the device has a memory of its own. stops_early: a repeated forward ends where backward has all that it needs, as torch's
+    separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; this library's go
+        from each rank straight to each (comm/base.py:collect), so that nothing is passed on inside of nodes. stops_early: a repeated forward ends where backward has all that it needs, as torch's
         checkpoints do; those of Megatron-LM and DeepSpeed repeat all of it.
     """
 
@@ -66,6 +67,7 @@ class Layout:
     state_itemsize: int = 8
     separate: bool = True
     stops_early: bool = True
+    rings: bool = False
 
     def __post_init__(self) -> None:
         choices = {"checkpointing": CHECKPOINTS, "hops": HOPS, "stage": tuple(STAGES), "precision": tuple(PRECISIONS)}

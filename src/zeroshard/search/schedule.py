@@ -241,8 +241,7 @@ class Stage:
 
     def _reduce(self, home: Home) -> None:
         lay, volumes = self.layout, self.volumes[home.name]
-        packed = lay.quantized_gradients is not None and home.packs  # an all-to-all, of which nothing can be passed on
-        done = self._hops(f"reduce {home.name}", "backward", volumes.reduce(), self.last, peers=lay.shards, unit=home.name, distinct=packed)
+        done = self._hops(f"reduce {home.name}", "backward", volumes.reduce(), self.last, peers=lay.shards, unit=home.name, distinct=not lay.rings)
         nbytes = sum(volumes.shards)
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:

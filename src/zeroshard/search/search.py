@@ -197,6 +197,7 @@ def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[
     found: list[dict[str, Any]] = [{}]
     if not several:
         return found
+    found.append({"hops": "two"})
     if stage == 3:
         found += [{"hpz": inside, "hops": "two"}, {"shard_size": inside}]
     if lossy and stage:
