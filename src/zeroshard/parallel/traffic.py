@@ -22,6 +22,12 @@ _COUNTED_STEP = 1
 _PASSES = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0, "broadcast": 1.0}
 
 
+def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | None:
+    """Bytes that one of `size` ranks hands to the ring of a functional collective; None for what is not counted."""
+    passes = _PASSES.get(func._schema.name.partition("::")[2])
+    return None if passes is None else passes * max(given.nbytes, result.nbytes) * (size - 1) / size
+
+
 class _Count(TorchDispatchMode):
     """Bytes of functional collectives, by the name of their group."""
 
@@ -36,11 +42,9 @@ class _Count(TorchDispatchMode):
             return NotImplemented  # first what a DTensor makes of it: else its collectives would not be seen
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
-            passes = _PASSES.get(func._schema.name.partition("::")[2])
             axis, size = self.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1))
-            if passes is not None and axis and isinstance(args[0], Tensor):
-                whole = max(args[0].nbytes, result.nbytes if isinstance(result, Tensor) else 0)
-                self.found[axis] = self.found.get(axis, 0.0) + passes * whole * (size - 1) / size
+            if axis and isinstance(args[0], Tensor) and isinstance(result, Tensor):
+                self.found[axis] = self.found.get(axis, 0.0) + (ring_nbytes(func, args[0], result, size) or 0.0)
         return result
 
 

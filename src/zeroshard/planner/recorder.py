@@ -28,6 +28,7 @@ from ..comm.fake import Ticket, Watcher
 from ..config import PRECISIONS, Tier
 from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from ..memory.ledger import Ledger, listener
+from ..parallel.traffic import ring_nbytes
 from ..simulator.trace import Resource, Task, Trace
 from ..tensor.sharded_tensor import ShardedTensor
 from .plan import ACTIVATIONS, Held, Moment
@@ -343,11 +344,10 @@ class Operators(TorchDispatchMode):
             return result
         axis, size, link = self.groups.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1, Resource.INSIDE))
         if axis and isinstance(result, Tensor):
-            passes = 2.0 if name.startswith("all_reduce") else 1.0
-            whole = max(args[0].nbytes, result.nbytes)
+            nbytes = ring_nbytes(func, args[0], result, size) or 0.0
             self.recorder.born(result.untyped_storage())
             self.recorder.sample()
-            ticket = self.recorder.start(f"{axis} {name}", {link: passes * whole * (size - 1) / size}, size, axis)
+            ticket = self.recorder.start(f"{axis} {name}", {link: nbytes}, size, axis)
             self._under_way[result.untyped_storage()] = ticket
         return result
 
