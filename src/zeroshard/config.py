@@ -357,7 +357,7 @@ class Config:
     zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3); in two hops where ranks are in nodes. As above, and
                       "top_k", "low_rank" (arXiv 1905.13727).
     hierarchical:     gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found (several
-                      hosts of equally many ranks; over NCCL only for packed gradients).
+                      hosts of equally many ranks).
     stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing. Above 0, at most 2,000,000.
 
     What bounds a number of elements or bytes may be inf: no bound.

@@ -198,6 +198,12 @@ def test_help_and_version(capsys):
     assert "--max-grad-norm" in capsys.readouterr().out
 
 
+def test_who_reads_only_the_beginning_is_no_error():
+    command = f"{sys.executable} -m zeroshard plan quickstart --ranks 2 --json | head -c 0; echo ${{PIPESTATUS[0]}}"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == [str(128 + 13)] and not found.stderr  # as of a program that SIGPIPE has ended
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_presets_of_the_library_have_the_same_names(name):
     expected = zs.Config.preset(name, **({"offload_path": "runs"} if name == "zero-infinity" else {}))

@@ -1,5 +1,8 @@
 """The `zeroshard` command. Each subcommand is imported only when it is called."""
 
+import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
@@ -36,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zeroshard {metadata.version('zeroshard')}")
         return 0
     try:
-        return _command(argv[0])(argv[1:])
+        code = _command(argv[0])(argv[1:])
+        sys.stdout.flush()  # here, where it can be told that nobody reads
+        return code
     except UsageError as error:
         return report_error(str(error))
     except ModuleNotFoundError as error:
@@ -44,6 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         extra = "bench" if argv[0] == "bench" else "cli"
         return report_error(f"{argv[0]}: expected the library {error.name!r}; install it with: pip install 'zeroshard[{extra}]'")
+    except BrokenPipeError:
+        if not _unread():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _unread() -> bool:
+    """Whether who read the output is gone (`zeroshard plan ... | head`); if so, what is left of it goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)
+    gone = any(event & select.POLLERR for _, event in output.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def report_error(message: str) -> int:

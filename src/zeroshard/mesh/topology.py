@@ -153,8 +153,8 @@ def open_topology(
         nodes = mesh or _even(comm.world_size, size)
     elif config.zero_hpz_partition_size > 1:
         nodes = _even(comm.world_size, config.zero_hpz_partition_size)
-    elif config.hierarchical or (config.hierarchical is None and (comm.waits_on_host or _packs_by_hop(config))):
-        nodes = _hosts(comm)  # NCCL, on which the host does not wait, goes around nodes in rings of its own
+    elif config.hierarchical is not False:
+        nodes = _hosts(comm)  # over NCCL as well: gathers there go in rings, reductions from each rank straight to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
     if groups is not None and 1 < len(groups):

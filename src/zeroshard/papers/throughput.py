@@ -111,7 +111,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
 
     published: as the run was; else with what this library's runtime sends beside computation.
     """
-    profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published, rings=True)
+    profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published, hops="one", rings=True)
     trace = _by_products(trace_of(profile, layout)[0])
     found = simulate(as_published(trace, configuration) if published else trace, Hardware.named(HARDWARE))
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
@@ -206,7 +206,7 @@ def infinity_fig5() -> Table:
             dp=int(row["gpus"]) // mp, tp=mp, stage=3, optimizer=states, gradient=states, parameter=_TIERS[row["fp16_param_on"]],
             micro_batch=batch, checkpointing="partitioned" if states is Tier.DEVICE else "host", precision="fp16",
             node_size=Hardware.named(HARDWARE).devices_per_node, gradient_itemsize=2, prefetch_nbytes=8 << 30, stops_early=False,
-            rings=True,
+            hops="one", rings=True,
         )  # fmt: skip
         shape = GPTConfig(51200, SEQ, int(row["hidden"]), int(row["layers"]), 64, bias=True, tied=True)
         profile = Profile.of_shape(shape, row["params"], flash=False)

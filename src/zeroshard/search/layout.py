@@ -36,7 +36,7 @@ class Layout:
     checkpointing: of activations: "none"; "blocks" keep their inputs; "partitioned": a part of them on each rank of tp; "host": there.
     shard_size (HSDP, MiCS), hpz, quantized_weights, quantized_gradients, prefetch_nbytes, max_unit_numel: see Config.
     node_size: ranks of a node.
-    hops: of what crosses nodes: "one" (counted to each rank alike; NCCL's rings are the simulator's), "two" (hierarchical=True).
+    hops: of what crosses nodes: "two", as by default, or "one" (hierarchical=False; NCCL's rings of a gather are the simulator's).
     gradient_itemsize: bytes in which gradients rest. state_itemsize: bytes an element of optimizer states, masters apart.
     separate: the device has a memory of its own. rings: reductions go around rings of ranks, as in published runs; this library's go
         from each rank straight to each (comm/base.py:collect), so that nothing is passed on inside of nodes. stops_early: a repeated forward ends where backward has all that it needs, as torch's
@@ -60,7 +60,7 @@ class Layout:
     quantized_weights: str | None = None
     quantized_gradients: str | None = None
     node_size: int = 8
-    hops: str = "one"
+    hops: str = "two"
     prefetch_nbytes: int = 64 << 20
     max_unit_numel: int | None = None
     gradient_itemsize: int = 4
@@ -137,8 +137,8 @@ class Layout:
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:
             named["prefetch_nbytes"] = self.prefetch_nbytes
-        if self.hops == "two" and self.hpz == 1:
-            named["hierarchical"] = True
+        if self.hops == "one" and min(self.place()) > 1:
+            named["hierarchical"] = False
         return found | {name: value for name, value in named.items() if value is not None}
 
     @property

@@ -197,11 +197,11 @@ def _between_nodes(stage: int, several: bool, inside: int, lossy: bool) -> list[
     found: list[dict[str, Any]] = [{}]
     if not several:
         return found
-    found.append({"hops": "two"})
+    found.append({"hops": "one"})
     if stage == 3:
-        found += [{"hpz": inside, "hops": "two"}, {"shard_size": inside}]
+        found += [{"hpz": inside}, {"shard_size": inside}]
     if lossy and stage:
-        packed = {"quantized_weights": "int8", "quantized_gradients": "int4", "hops": "two"}
+        packed = {"quantized_weights": "int8", "quantized_gradients": "int4"}
         found += [packed, {**packed, "hpz": inside}] if stage == 3 else [packed]
     return found
 
@@ -350,7 +350,7 @@ def _states(layout: Layout) -> tuple:
 def _plainness(layout: Layout) -> tuple:
     away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
     packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
-    special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "one")
+    special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
     return away, packed, (layout.pp > 1) + (layout.tp > 1), layout.checkpointing != "none", special, layout.stage, layout.micro_batches
 
 
