@@ -86,7 +86,8 @@ class Sweep:
 
     @property
     def limits(self) -> list[Limit]:
-        return [_limit(setting, rows) for setting, rows in self.curves.items()]
+        """Of curves, which have more than one number of ranks."""
+        return [_limit(setting, rows) for setting, rows in self.curves.items() if len(rows) > 1]
 
     def table(self) -> Table:
         """For rich's console."""
@@ -123,7 +124,8 @@ class Sweep:
         import matplotlib.pyplot as plt
 
         figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.2), layout="constrained")
-        for (setting, rows), limit in zip(self.curves.items(), self.limits, strict=True):
+        for setting, rows in self.curves.items():
+            limit = _limit(setting, rows)
             ranks = [row.ranks for row in rows]
             (line,) = left.plot(ranks, [row.throughput / 1e12 for row in rows], marker="o", ms=3, label=str(setting))
             first = rows[0].throughput / 1e12
