@@ -10,7 +10,10 @@ What the rank does itself is one order of tasks; what it starts is beside it, an
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from ..comm.base import Sent
@@ -24,6 +27,7 @@ _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,
     (Tier.DISK, Tier.HOST): Resource.READ, (Tier.HOST, Tier.DISK): Resource.WRITE,
 }  # fmt: skip
+deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of time.monotonic(): later, a dry run ends with TimeoutError
 
 
 class Recorder(Watcher):
@@ -43,6 +47,7 @@ class Recorder(Watcher):
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels, self._products = 0.0, 0, 0
         self._began = 0
+        self._deadline = deadline.get()
         self._paused = False
 
     # -- where the rank is -----------------------------------------------------------------------------------
@@ -104,6 +109,8 @@ class Recorder(Watcher):
         self._flops, self._nbytes, self._kernels, self._products = {}, 0.0, 0, 0
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError("the dry run was to be over by now")
         number = self.trace.add(task)
         if last:
             self._last = (number,)
