@@ -18,6 +18,7 @@ from .requested import CHECKPOINTING, layout_of
 from .search import TIERS
 
 _TIMES = (2, 4, 8, 16)
+_FIELDS = ("axes", "rows", "checkpointing")  # of a request, beside its options
 _DEVICES = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 
 
@@ -57,7 +58,8 @@ def _states(request: Request) -> Iterator[Request]:
 
 def _rows(request: Request) -> Iterator[Request]:
     """Fewer sequences at a time, more often: the same step."""
-    for rows in dict.fromkeys(n for n in (request.rows // 2, 1) if 0 < n < request.rows and request.rows % n == 0):
+    halves = (request.rows >> times for times in range(1, request.rows.bit_length()))
+    for rows in (each for each in halves if request.rows % each == 0):
         yield replace(request, rows=rows, micro_batches=request.rows // rows * request.micro_batches)
 
 
@@ -106,8 +108,7 @@ def changes(before: Request, after: Request) -> dict[str, Any]:
     """What the other request has in place of this one's, by name."""
     names = {*before.options, *after.options} - {"offload_path"}
     found = {name: after.options.get(name) for name in sorted(names) if after.options.get(name) != before.options.get(name)}
-    others = {"axes": (before.axes, after.axes), "rows": (before.rows, after.rows), "checkpointing": (before.checkpointing, after.checkpointing)}
-    return found | {name: new for name, (old, new) in others.items() if old != new}
+    return found | {name: getattr(after, name) for name in _FIELDS if getattr(after, name) != getattr(before, name)}
 
 
 def flags(before: Request, after: Request) -> str:
@@ -115,7 +116,7 @@ def flags(before: Request, after: Request) -> str:
     found = changes(before, after)
     kept = after.checkpointing if isinstance(after.checkpointing, Mapping) else {}
     before_kept = before.checkpointing if isinstance(before.checkpointing, Mapping) else {}
-    words = [f"--{FLAGS.get(name, name).replace('_', '-')} {found[name]}" for name in found if name not in ("axes", "rows", "checkpointing")]
+    words = [f"--{FLAGS.get(name, name).replace('_', '-')} {found[name]}" for name in found if name not in _FIELDS]
     if "checkpointing" in found:
         named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
         words += [named[name] for name in kept if name not in before_kept] or ["--checkpoint-activations"]

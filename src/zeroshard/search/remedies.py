@@ -59,7 +59,7 @@ class Remedy:
 def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> list[Remedy]:
     """The cheapest changes after which it fits, at most ENOUGH: those that a dry run has confirmed, then those by formula.
 
-    seconds: of looking; formulas take a third of them at the most, and a dry run that is not over by then is given up. 0: none are looked for.
+    seconds: of looking; formulas take a third of them at the most, and a dry run that is not over by then is given up. 0: no look.
     """
     if seconds <= 0:
         return []
@@ -116,11 +116,11 @@ class _Formulas:
             self.pace = simulate(plans[0].trace, request.hardware).step_s / self.seconds(request)
 
     def _states_of(self, layout: Layout, stage: int) -> dict[Tier, int]:
-        """Of a layout of one sequence: all but activations."""
+        """Of a layout of micro-batches of one sequence: all but activations."""
         held = memory_of(self.profile, layout, stage)
         kept, working = activations(self.profile, layout.pp, stage, layout.itemsize, layout.tp, layout.checkpointing)
         own = {Tier.DEVICE: kept[0] * in_flight(layout, stage) + working, Tier.HOST: kept[1] * in_flight(layout, stage)}
-        return {tier: round(sum(found.values()) - layout.micro_batch * self.profile.seq * own.get(tier, 0.0)) for tier, found in held.items()}
+        return {tier: round(sum(found.values()) - self.profile.seq * own.get(tier, 0.0)) for tier, found in held.items()}
 
     def _held(self, layout: Layout, stage: int) -> dict[Tier, float]:
         """Bytes of a rank by tier."""
@@ -168,7 +168,8 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
             for request in _changed(formulas.request, chosen):
                 if time.monotonic() > until:
                     return found
-                made = frozenset((name, str(value)) for name, value in changes(formulas.request, request).items())
+                named = changes(formulas.request, request)
+                made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())  # most rows come first
                 if any(each.changes <= made for each in found):
                     continue
                 try:

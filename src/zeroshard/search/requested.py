@@ -48,8 +48,8 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
     source = request.source
     if source.config is not None:
         return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
-    plain = request.axes["dp"] == request.ranks > 1 and request.config.stage and not request.checkpointing and not _PACKED & set(request.options)
-    if plans and plain:
+    alone = request.axes["dp"] == request.ranks > 1
+    if plans and alone and request.config.stage and not request.checkpointing and not _PACKED & set(request.options):
         whole, known = request, plans[0]
     else:
         ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
