@@ -5,18 +5,15 @@
 The file is what `zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from ..planner.plan import Plan
 from ..planner.request import Request, gib
 from ..planner.tables import Table
 from ..search.plan_file import write_config
-from ..search.profile import Profile
+from ..search.requested import of_layout, profile_of
 from ..search.schedule import Layout
 from ..search.search import Candidate, Found, search
-
-CHECKPOINTING: dict[str, Any] = {"none": False, "blocks": True, "partitioned": {"partition": True}, "host": {"offload": "cpu"}}
 
 
 def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
@@ -30,31 +27,10 @@ def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bo
 
     fixed = {"node_size": request.ranks_of_node, **fixed}
     found = search(
-        _profile(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
+        profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
         verify=verify,
     )  # fmt: skip
     return *made[found.best.layout], found
-
-
-def of_layout(request: Request, layout: Layout) -> Request:
-    """The same run in another layout."""
-    return replace(
-        request, axes=layout.mesh, rows=layout.micro_batch, micro_batches=layout.micro_batches, options=layout.options("."),
-        checkpointing=CHECKPOINTING[layout.checkpointing],
-    )  # fmt: skip
-
-
-def _profile(request: Request) -> Profile:
-    """By formulas where the model is a GPT of ours, else by a dry run over data parallelism alone, which knows nothing of tp."""
-    source = request.source
-    if source.config is not None:
-        return Profile.of_shape(replace(source.config, seq_len=request.seq), source.name)
-    ranks = max(request.ranks_of_node, 2)  # one node: all of a unit travels at once
-    whole = replace(
-        request, axes={"pp": 1, "dp": ranks, "tp": 1}, node_size=ranks, rows=1, micro_batches=1, checkpointing=False, parallel={},
-        options={"stage": 3, "precision": request.config.precision},
-    )  # fmt: skip
-    return Profile.of_plan(whole.plan(), request.seq, replace(whole, checkpointing=True).plan())
 
 
 def table(found: Found) -> Table:

@@ -19,8 +19,8 @@ import zeroshard as zs
 
 from ..planner import tables
 from ..planner.plan import Plan
-from ..planner.remedies import Remedy, remedies
 from ..planner.request import Request, Verdict, gib, judge
+from ..search.remedies import Remedy, remedies
 from . import auto, report_error
 from .arguments import UsageError
 from .plan_options import PlanOptions, _option, parse
@@ -38,7 +38,7 @@ class Options(PlanOptions):
     lossy: bool = _option(False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true")
     config: str | None = _option(None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed")
     offload_path: str | None = _option(None, "with --auto: folder on a local disk of the machines that will train, for what rests there")
-    try_seconds: float = _option(60.0, "to look for changes that would make it fit; 0: none", type=float)
+    try_seconds: float = _option(45.0, "to look for changes that would make it fit; 0: none", type=float)
     brief: bool = _option(False, "print one line", action="store_true")
 
     def __post_init__(self) -> None:
@@ -105,7 +105,7 @@ def _print(request: Request, verdict: Verdict, sheets: Sequence[tables.Table], n
 def _sheets(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> list[tables.Table]:
     plan = verdict.plan
     made = [tables.memory(plan, request), tables.communication(plan), tables.activations(plan)]
-    rows = tuple((each.flags, f"{gib(each.frees)} GiB", str(each.verdict), each.cost) for each in found)
+    rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
     return made + ([tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows)] if rows else [])
 
 
@@ -145,7 +145,7 @@ def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[s
             "fits": verdict.fits, "text": str(verdict), "tier": verdict.tier.value, "phase": verdict.phase,
             "used_nbytes": verdict.used, "capacity_nbytes": verdict.capacity, "overhead_nbytes": verdict.overhead,
         },
-        "remedies": [{"flags": r.flags, "frees_nbytes": r.frees, "cost": r.cost, "verdict": str(r.verdict)} for r in found],
+        "remedies": [{"flags": r.flags, "frees_nbytes": r.frees, "cost": r.cost, "verdict": r.then, "tried": r.verdict is not None} for r in found],
     }  # fmt: skip
 
 

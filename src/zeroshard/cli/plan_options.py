@@ -10,15 +10,13 @@ from typing import Any
 
 from ..compression import CODECS, GRADIENT_CODECS
 from ..planner.model_source import source_of
-from ..planner.request import Request
+from ..planner.request import FLAGS, Request
 from ..simulator.hardware import Hardware
 from .arguments import Parser, UsageError
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option
 
-_SHARD = {  # options of zs.shard that have other names here
-    "hpz": "zero_hpz_partition_size", "quantized_weights": "zero_quantized_weights", "quantized_gradients": "zero_quantized_gradients",
-}  # fmt: skip
+_SHARD = {flag: option for option, flag in FLAGS.items()}
 _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical",
          "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update")  # fmt: skip
 

@@ -39,8 +39,9 @@ from ..parallel.parallelize import next_token_loss, parallelize
 from ..simulator.trace import Resource, Trace
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
+from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
-from .recorder import Groups, Operators, Recorder
+from .recorder import Recorder
 
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -226,7 +227,7 @@ class _Run:
         meshed = any(self.axes[axis] > 1 for axis in MODEL_AXES)
         if meshed and self.loss is not None:
             raise ConfigError("loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them.")
-        with self._world(meshed) as mesh, self.recorder.listening():
+        with self._world(meshed) as mesh, self.recorder.meter.listening():
             operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
                 step, runtimes = self._meshed(mesh) if meshed else self._plain()
@@ -248,9 +249,9 @@ class _Run:
         )  # fmt: skip
 
     def _phase(self, name: str, separate: bool) -> Phase:
-        held = {tier: found for tier in Tier if (found := dict(self.recorder.fullest.get((name, tier), {})))}
+        held = {tier: found for tier in Tier if (found := dict(self.recorder.meter.fullest.get((name, tier), {})))}
         if not separate and self.config.keep_host_memory and self.config.offload_param.tier is not Tier.DISK:
-            held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: self.recorder.kept(name)}
+            held[Tier.DEVICE] = held.get(Tier.DEVICE, {}) | {KEPT: self.recorder.meter.kept(name)}
         return Phase(name, held)
 
     @contextlib.contextmanager
@@ -277,7 +278,7 @@ class _Run:
                 held = self.hold and number + 1 < len(batches)
                 with api.accumulate(model) if held else contextlib.nullcontext():
                     (loss(model, each) / len(batches)).backward()
-            self._computed()
+            self.recorder.computed()
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -292,20 +293,13 @@ class _Run:
         def step(batches: list[Any]) -> None:
             tokens = torch.cat(batches)
             run.backward(tokens, tokens)
-            self._computed()
+            self.recorder.computed()
             for each in run.optimizers:
                 each.step()
                 each.zero_grad()
             self.sent = {axis: round(nbytes) for axis, nbytes in run.traffic.counted.items()}
 
         return step, [runtime_of(each) for each in run.models]
-
-    def _computed(self) -> None:
-        """Forward and backward are over."""
-        self.recorder.at("", False)
-        self.recorder.optimizing = True
-        if self.recorder.phase == "forward":
-            self.recorder.enter("step")
 
     def _train(self, step: Callable[[Any], None], runtimes: list[Runtime], batch: Any, operators: Operators) -> None:
         recorder = self.recorder

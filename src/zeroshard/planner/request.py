@@ -18,6 +18,9 @@ from .model_source import ModelSource
 from .plan import Held, Plan
 
 GIB = 1 << 30
+FLAGS = {  # options of zs.shard that the command calls otherwise
+    "zero_hpz_partition_size": "hpz", "zero_quantized_weights": "quantized_weights", "zero_quantized_gradients": "quantized_gradients",
+}  # fmt: skip
 _ALIKE = 0.98  # of the fullest phase
 
 

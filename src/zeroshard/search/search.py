@@ -34,7 +34,7 @@ _LARGE_UNIT = 0.05  # of the device's memory: blocks that take more when they ar
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
 _D, _H, _S = Tier.DEVICE, Tier.HOST, Tier.DISK
-_TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
+TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where optimizer, gradients, parameters may rest
     0: ((_D, _D, _D),),
     1: ((_D, _D, _D), (_H, _D, _D), (_S, _D, _D)),
     2: ((_D, _D, _D), (_H, _H, _D), (_S, _H, _D), (_S, _S, _D)),
@@ -180,7 +180,7 @@ def _variants(
         return
     dp, inside = common["dp"], max(common["node_size"] // common["tp"], 1)
     several = dp > inside and dp % inside == 0 and inside > 1
-    for stage, choices in _TIERS.items():
+    for stage, choices in TIERS.items():
         for tiers in choices:
             plain = all(tier is Tier.DEVICE for tier in tiers)
             if (dp == 1 and stage and plain and "stage" not in fixed) or (Tier.HOST in tiers[::2] and not hardware.separate):
@@ -333,7 +333,7 @@ def _simulated(profile: Profile, hardware: Hardware, fitting: list[tuple[float, 
 
     def order(each: Candidate) -> tuple:
         equal = each.step_s <= best * _EQUAL
-        return not equal, _plainness(each.layout) if equal else (), each.step_s
+        return not equal, plainness(each.layout) if equal else (), each.step_s
 
     return sorted(found, key=order)
 
@@ -347,7 +347,7 @@ def _states(layout: Layout) -> tuple:
     return layout.stage, layout.optimizer, layout.gradient, layout.parameter
 
 
-def _plainness(layout: Layout) -> tuple:
+def plainness(layout: Layout) -> tuple:
     away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
     packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
     special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")

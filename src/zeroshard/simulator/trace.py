@@ -5,7 +5,7 @@
     inside           | gather 2  |                       started where the program starts it, waited for where it waits
 
 A task occupies its resources together, from its beginning to its end, in the order in which tasks can begin. A rank's
-program order, what it starts ahead and where it waits are those of the runtime that was traced (`recorder.py`), or of a
+program order, what it starts ahead and where it waits are those of the runtime that was traced (`planner/recorder.py`), or of a
 schedule that was written from a model's profile (`schedule.py`).
 """
 

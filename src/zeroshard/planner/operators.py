@@ -1,0 +1,154 @@
+"""Operators of an imagined rank, one by one on fake tensors: what each computes, moves, makes and sends.
+
+    operators     flops, bytes read and written          -> the recorder's computation
+                  storages that are new                  -> the meter
+    collectives   tensor parallelism's functional ones, and sends between stages of a pipeline -> tasks on links
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ..config import PRECISIONS
+from ..parallel.traffic import ring_nbytes
+from ..simulator.trace import Resource, Trace
+from ..tensor.sharded_tensor import ShardedTensor
+from .recorder import Recorder
+
+_FLOPS = {  # of operators that torch's table lacks
+    "_scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape),
+    "_scaled_dot_product_flash_attention_for_cpu_backward":
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape),
+}  # fmt: skip
+_OVERWRITE = ("copy_", "zero_", "fill_", "normal_", "uniform_")  # do not read what they write to
+_NAMES = {dtype: name for name, dtype in PRECISIONS.items()}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What collectives and sends of torch's own mean. axes: name of a process group -> (axis, ranks, the link that joins them).
+
+    stage: this rank's place along pp; stage_link: the link to the stages beside it.
+    """
+
+    axes: dict[str, tuple[str, int, Resource]] = field(default_factory=dict)
+    stage: int = 0
+    stage_link: Resource = Resource.INSIDE
+
+
+class Operators(TorchDispatchMode):
+    """Tells a recorder, and its meter, of every operator."""
+
+    def __init__(self, recorder: Recorder, groups: Groups) -> None:
+        super().__init__()
+        self.recorder, self.meter, self.groups = recorder, recorder.meter, groups
+        self._under_way = weakref.WeakKeyDictionary()
+        self._messages: Counter[str] = Counter()
+        self.subclasses: tuple[type, ...] = (ShardedTensor,)
+        if groups.axes:
+            from torch.distributed.tensor import DTensor
+
+            self.subclasses = (ShardedTensor, DTensor)
+
+    def begin(self, trace: Trace) -> None:
+        """What follows is written to a new trace."""
+        self._messages.clear()
+        self.recorder.begin(trace)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, self.subclasses) for kind in types):
+            return NotImplemented  # first what it makes of it
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional":
+            self._collective(func, args, result)
+        elif func.namespace == "c10d":
+            self._message(func, args)
+        else:
+            self._operator(func, args, kwargs or {}, result)
+        return result
+
+    def _operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """New memory, and what is computed."""
+        lists = [x for given in args if isinstance(given, (tuple, list)) for x in _tensors(given)]
+        results = _tensors(result if isinstance(result, (tuple, list)) else (result,))
+        if not results and not lists:
+            return
+        tensors = _tensors((*args, *kwargs.values())) + lists
+        fresh = _fresh(results, tensors)
+        if fresh and self.meter.looking:
+            for storage in fresh.values():
+                self.meter.born(storage)
+            self.meter.sample()
+        written = _written(func, args, kwargs)
+        if (fresh or written) and tensors:
+            made = [x for x in results if x.untyped_storage()._cdata in fresh]
+            count = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
+            flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
+            self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), _NAMES.get(tensors[0].dtype, "fp32"))
+
+    def _collective(self, func: Any, args: tuple, result: Any) -> None:
+        """Of tensor parallelism: started, and waited for by wait_tensor."""
+        name = _name(func)
+        if name == "wait_tensor":
+            storage = args[0].untyped_storage()
+            self.recorder.waited(self._under_way.pop(storage, ()))
+            return
+        axis, size, link = self.groups.axes.get(args[-1] if isinstance(args[-1], str) else "", ("", 1, Resource.INSIDE))
+        if axis and isinstance(result, Tensor):
+            nbytes = ring_nbytes(func, args[0], result, size) or 0.0
+            self.meter.born(result.untyped_storage())
+            self.meter.sample()
+            ticket = self.recorder.start(f"{axis} {name}", {link: nbytes}, size, axis)
+            self._under_way[result.untyped_storage()] = ticket
+
+    def _message(self, func: Any, args: tuple) -> None:
+        """Between stages: a send goes on beside, what is received is needed next."""
+        name, here = _name(func), self.groups.stage
+        if name not in ("send", "recv_"):
+            return
+        way = f"stage {here} -> {args[2]}" if name == "send" else f"stage {args[2]} -> {here}"
+        channel = f"{way} #{self._messages[way]}"
+        self._messages[way] += 1
+        nbytes = float(sum(x.nbytes for x in args[0]))
+        ticket = self.recorder.start(f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, "pp", channel)
+        if name == "recv_":
+            self.recorder.waited(ticket)
+
+
+def _name(func: Any) -> str:
+    """Without its namespace."""
+    return func._schema.name.partition("::")[2]
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    return [x for x in values if isinstance(x, Tensor)]
+
+
+def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Storages of results that none of what was given lies in."""
+    known = {x.untyped_storage()._cdata for x in given}
+    storages = (x.untyped_storage() for x in results)
+    return {storage._cdata: storage for storage in storages if storage._cdata not in known}
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Tensors that an operator changes in place."""
+    given = [(argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)]
+    found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    return [x for value in found for x in _tensors(value if isinstance(value, (tuple, list)) else (value,))]
+
+
+def _moved_nbytes(func: Any, given: Sequence[Tensor], written: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Bytes that an operator reads and writes, each tensor once."""
+    over = written if _name(func) in _OVERWRITE else ()
+    read = {id(x): x.nbytes for x in given if not any(x is each for each in over)}
+    return sum(read.values()) + sum(x.nbytes for x in (*written, *made))
