@@ -123,7 +123,8 @@ def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, gr
     previous = {number: signal.signal(number, lambda n, _: received.append(n)) for number in FORWARDED_SIGNALS}
     try:
         for rank in range(ranks):
-            environment = os.environ | quiet_heap(os.environ) | rank_environment(rank, ranks, port) | {PARENT_VARIABLE: str(os.getpid())}
+            environment = os.environ | quiet_heap(os.environ) | rank_environment(rank, ranks, port)
+            environment[PARENT_VARIABLE] = str(os.getpid())
             command = [sys.executable, "-m", "zeroshard", *argv]
             children.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(children, received, deadline, grace_s)

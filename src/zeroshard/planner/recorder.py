@@ -124,8 +124,8 @@ class Recorder(Watcher):
     def kept(self, phase: str) -> int:
         """Bytes of the C library's heap that are free at the fullest moment of a phase: what others have left is in pieces.
 
-        Of ranks with a quiet heap (memory/host_memory.py): there what loading has freed serves again, but the step's larger blocks
-        find no room between those of forward and backward, and the other way round. More than KEEP_NBYTES goes back to the system.
+        Of ranks with a quiet heap (memory/host_memory.py): there what loading has freed serves again, but the step's larger
+        blocks find no room between those of forward and backward, and the other way round. More than KEEP_NBYTES goes back.
         """
         computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
         kept = computing if phase == "save" or self._moment_of.get(phase) else 0
