@@ -23,10 +23,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+from .memory.host_memory import quiet_heap
 
 GRACE_S = 3.0  # for peers of a failed rank: time to notice and to print
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
@@ -121,7 +123,8 @@ def spawn(argv: Sequence[str], ranks: int, timeout_s: float | None = None, *, gr
     previous = {number: signal.signal(number, lambda n, _: received.append(n)) for number in FORWARDED_SIGNALS}
     try:
         for rank in range(ranks):
-            environment = os.environ | rank_environment(rank, ranks, port) | {PARENT_VARIABLE: str(os.getpid())}
+            environment = os.environ | quiet_heap(os.environ) | rank_environment(rank, ranks, port)
+            environment[PARENT_VARIABLE] = str(os.getpid())
             command = [sys.executable, "-m", "zeroshard", *argv]
             children.append(subprocess.Popen(command, env=environment, start_new_session=True))
         return _wait(children, received, deadline, grace_s)
@@ -242,7 +245,8 @@ def run_processes(
             # a fork's parent is the server, which ends with this process and has the environment of its own start
             settings = (os.getpid() if _method == "spawn" else None, dict(os.environ), rank, ranks, port)
             worker = context.Process(target=_work, args=(writer, settings, fn, args), name=f"rank{rank}")
-            worker.start()
+            with _quiet_heap():
+                worker.start()
             writer.close()  # the child's copy is then the only one, so that its death reads as end of file
             workers.append(worker)
             readers.append(reader)
@@ -255,6 +259,20 @@ def run_processes(
     if order or late:
         raise ProcessesFailed(_failure_message(results, order, timeout_s if late else None), results)
     return [result.value for result in results]
+
+
+@contextlib.contextmanager
+def _quiet_heap() -> Iterator[None]:
+    """What is started meanwhile, the server of forks among it, inherits the variable."""
+    added = quiet_heap(os.environ)
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
 
 
 def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Callable[..., Any], args: tuple) -> None:

@@ -63,6 +63,28 @@ def engine():
 _names = itertools.count()
 
 
+def test_memory_that_is_not_aligned_passes_through_little_of_another(disk):
+    """Whatever the size of a piece: each thread has 1 MiB, and no request is lost at its ends."""
+    seen = []
+
+    class Sizes(Syscalls):
+        def preadv(self, file, buffers, offset):
+            seen.append(buffers[0].nbytes)
+            return super().preadv(file, buffers, offset)
+
+        def pwritev(self, file, buffers, offset):
+            seen.append(buffers[0].nbytes)
+            return super().pwritev(file, buffers, offset)
+
+    nbytes = 5 * async_file._BOUNCE_NBYTES // 2 + 4321
+    file, source, back = make(disk, nbytes + 999), random_bytes(nbytes, 64), random_bytes(nbytes, 128)
+    with Engine(threads=1, calls=Sizes()) as engine:
+        engine.write(file, 999, source).wait()
+        engine.read(file, 999, back).wait()
+    assert torch.equal(source, back) and max(seen) == async_file._BOUNCE_NBYTES
+    file.close()
+
+
 def make(folder: Path, nbytes: int = NBYTES):
     return open_file(folder / f"file{next(_names)}", nbytes, create=True)
 

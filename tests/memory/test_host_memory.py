@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from zeroshard.errors import HostMemoryError
 from zeroshard.io import aligned
 from zeroshard.io.aligned import empty_aligned
 from zeroshard.io.swap_folder import SwapFolder
+from zeroshard.launch import run_processes
 from zeroshard.memory import host_memory
 from zeroshard.memory.estimate import BUFFERS, Need, shortage
 from zeroshard.memory.host_memory import Limit
@@ -418,3 +420,52 @@ def test_b23_memory_that_can_not_be_pinned_serves_unpinned_and_is_told_of_once(d
     told = capfd.readouterr().err.splitlines()
     assert len(told) == 1 and all(word in told[0] for word in ("1048576 bytes", "error 2", "ulimit -l")), told
     assert not runtime.pinned
+
+
+_HEAP = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_void_p, [ctypes.c_ssize_t]
+libc.mallopt(-1, 128 << 20), libc.mallopt(-3, 32 << 20)
+begin, small = libc.sbrk(0), []
+for _ in range(60):
+    block = ctypes.c_void_p()
+    libc.posix_memalign(ctypes.byref(block), ctypes.c_size_t(64), ctypes.c_size_t(11 << 20))
+    before, small = small, [libc.malloc(nbytes) for nbytes in (24, 40, 56, 72, 88, 104)]
+    libc.free(block)
+    for each in before:
+        libc.free(each)
+print(libc.sbrk(0) - begin >> 20)
+"""
+
+
+@pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc before 2.39")
+def test_a_freed_block_serves_the_next_one_of_its_size():
+    """One block of 11 MiB at a time, and small ones that come and go: the heap has room for two, not for eight."""
+    grown = []
+    for more in (host_memory.quiet_heap({}), {"GLIBC_TUNABLES": ""}):
+        found = subprocess.run([sys.executable, "-S", "-c", _HEAP], env=os.environ | more, capture_output=True, text=True, check=True)
+        grown.append(int(found.stdout))
+    assert grown[0] <= 24 and grown[1] > 2 * grown[0]
+
+
+def test_what_the_environment_says_of_the_heap_stays(monkeypatch):
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    added = "glibc.malloc.tcache_count=0"
+    assert host_memory.quiet_heap({}) == {"GLIBC_TUNABLES": added}
+    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "a=1"}) == {"GLIBC_TUNABLES": f"a=1:{added}"}
+    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}) == {}
+    for other in (("glibc", "2.39"), ("", "")):
+        monkeypatch.setattr(host_memory.platform, "libc_ver", lambda other=other: other)
+        assert host_memory.quiet_heap({}) == {}
+
+
+def _own_tunables(rank: int, world_size: int) -> bytes:
+    return Path("/proc/self/environ").read_bytes()
+
+
+@pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc before 2.39")
+def test_ranks_begin_with_a_quiet_heap():
+    assert b"glibc.malloc.tcache_count=" in run_processes(_own_tunables, 1)[0]
+    assert "GLIBC_TUNABLES" not in os.environ or "tcache_count" in os.environ["GLIBC_TUNABLES"]

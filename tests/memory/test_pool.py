@@ -107,10 +107,24 @@ def test_what_one_step_needed_beyond_the_usual_number_the_next_takes_without_a_w
     assert ledger.peak[STAGING] == (COUNT + 2) * NBYTES
 
 
+def test_buffers_go_round_however_soon_they_are_free():
+    for ended in (True, False):  # what was given is over at once, or under way for long
+        pool, ledger = make("shared")
+        numbers = []
+        for _ in range(2 * COUNT):
+            reading = Reading()
+            numbers.append(pool.take(16, torch.uint8)[0])
+            pool.give(numbers[-1], None if ended else reading)
+            reading.end()
+        assert numbers == 2 * list(range(COUNT)) and ledger.now[STAGING] == COUNT * NBYTES
+
+
 def test_views_of_any_size_and_dtype_lie_in_the_buffer():
     pool, _ = make("shared")
     number, whole = pool.take(NBYTES // 4, torch.float32)
     pool.give(number, None)
+    for _ in range(COUNT - 1):  # the others come first
+        pool.give(pool.take(16, torch.float32)[0], None)
     again, half = pool.take(16, torch.bfloat16)
     assert again == number and half.tensor.data_ptr() == whole.tensor.data_ptr()
     assert half.tensor.dtype == torch.bfloat16 and half.tensor.numel() == 16 == half.wholes[0].numel()

@@ -28,10 +28,11 @@ from zeroshard.comm import hub
 from zeroshard.comm.rendezvous import Door
 from zeroshard.comm.shared_memory import SharedComm
 from zeroshard.comm.transport import ProcessTransport, ThreadTransport, ThreadWorld
-from zeroshard.config import Offload
+from zeroshard.config import Offload, Tier
 from zeroshard.io import async_file, swap_folder
 from zeroshard.launch import free_port, run_processes
-from zeroshard.memory.ledger import Ledger
+from zeroshard.memory.ledger import STAGING, Ledger
+from zeroshard.offload import storage
 from zeroshard.offload.storage import Rest, Tiers
 from zeroshard.testing import run_threads
 from zeroshard.zero.runtime import runtime_of
@@ -193,6 +194,19 @@ def test_a_failed_write_that_nobody_waited_for_is_no_secret(tmp_path, faulty):
         assert isinstance(raised_by(use), zs.OffloadIOError)
     owner.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_values_of_another_dtype_are_converted_in_a_few_pieces(tmp_path):
+    """From any element on, also where a page begins elsewhere; memory for it is constant, and gone afterwards."""
+    ledger, numel = Ledger(), 3 * storage._PIECES * storage._PIECE_NBYTES // 4 + 77
+    owner = Tiers(SharedComm(ThreadTransport(ThreadWorld(1), 0), torch.device("cpu")), ledger)
+    place = offload("nvme", str(tmp_path))
+    owner.open_folder(place)
+    rest, source = owner.rest("states", place, numel + 1025, torch.float32), torch.randn(numel).bfloat16()
+    rest.store(1021, source)
+    assert torch.equal(rest.load(0, numel + 1025), torch.cat([torch.zeros(1021), source.float(), torch.zeros(4)]))
+    assert ledger.elsewhere_peak[Tier.HOST] == storage._PIECES * storage._PIECE_NBYTES and not ledger.elsewhere[Tier.HOST][STAGING]
+    owner.close()
 
 
 @pytest.mark.parametrize("second", ["read", "write"])

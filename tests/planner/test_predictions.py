@@ -48,9 +48,7 @@ def test_real_ranks_hold_what_was_planned(name, tmp_path):
     seen = run_threads(2, lambda rank: observe(lambda: GPT(SHAPE), rank=rank, **given))[0]
     for phase in ("forward", "backward", "step", "save"):
         planned, real = counted(plan, phase), counted(seen, phase)
-        assert planned.keys() == real.keys(), phase
-        for key in planned:  # ranks that wait for one another use a buffer more or less
-            assert planned[key] == pytest.approx(real[key], rel=0.35 if key[1] == "staging" else 0), (phase, key)
+        assert planned == real, phase
     for phase in ("forward", "backward"):
         activations = [{each.name: each for each in found.phases}[phase].held[Tier.DEVICE][ACTIVATIONS] for found in (plan, seen)]
         assert activations[0] == pytest.approx(activations[1], rel=0.05, abs=CHUNK_NBYTES), phase

@@ -46,6 +46,7 @@ from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
 from .request_queue import Tasks
 
 _AGAIN_S = 10.0  # EAGAIN is tried again for so long
+_BOUNCE_NBYTES = 1 << 20  # of each thread, where it is needed
 _IDLE_LIMIT = 4  # transfers in a row that do not complete one more block
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
@@ -349,14 +350,14 @@ class _Failure(Exception):
 class _Mover:
     """What one thread does to move one piece; owns its bounce buffer."""
 
-    def __init__(self, calls: Syscalls, block_nbytes: int) -> None:
-        self.calls, self.block_nbytes = calls, block_nbytes
+    def __init__(self, calls: Syscalls) -> None:
+        self.calls = calls
         self._buffer = empty_aligned(ALIGN)
 
     def bounce(self, nbytes: int) -> memoryview:
-        """Aligned memory of this thread; a piece needs at most `block_nbytes`, at whose multiples it was cut."""
-        if self._buffer.nbytes < nbytes:
-            self._buffer = empty_aligned(self.block_nbytes)
+        """Aligned memory of this thread, of at most _BOUNCE_NBYTES: as many of `nbytes` as it has room for."""
+        if self._buffer.nbytes < min(nbytes, _BOUNCE_NBYTES):
+            self._buffer = empty_aligned(_BOUNCE_NBYTES)
         return bytes_of(self._buffer)[:nbytes]
 
     def read(self, file: File, offset: int, memory: memoryview, address: int) -> None:
@@ -384,20 +385,24 @@ class _Mover:
         if offset < low:
             self._write_edge(file, offset, memory[: low - offset])
         if low < high:
-            middle = memory[low - offset : high - offset]
-            if (address - offset) % ALIGN:
-                bounced = self.bounce(high - low)
-                bounced[:] = middle
-                middle = bounced
-            self._drain(file, low, middle)
+            middle, place = memory[low - offset : high - offset], low
+            while (address - offset) % ALIGN and middle:
+                bounced = self.bounce(len(middle))
+                bounced[:] = middle[: len(bounced)]
+                self._drain(file, place, bounced)
+                middle, place = middle[len(bounced) :], place + len(bounced)
+            self._drain(file, place, middle)
         if low <= high < end:
             self._write_edge(file, high, memory[high - offset :])
 
     def _read_bounced(self, file: File, offset: int, memory: memoryview) -> None:
-        start, end = round_down(offset), offset + len(memory)
-        blocks = self.bounce(round_up(end) - start)
-        self._fill(file, start, blocks, end - start)  # the file may end before its last block does
-        memory[:] = blocks[offset - start : end - start]
+        while memory:
+            start, end = round_down(offset), offset + len(memory)
+            blocks = self.bounce(round_up(end) - start)
+            stop = min(end, start + len(blocks))
+            self._fill(file, start, blocks, stop - start)  # the file may end before its last block does
+            memory[: stop - offset] = blocks[offset - start : stop - start]
+            offset, memory = stop, memory[stop - offset :]
 
     def _write_edge(self, file: File, offset: int, memory: memoryview) -> None:
         """Replace some bytes of one block."""
@@ -459,9 +464,9 @@ class _Mover:
         return done
 
 
-def _serve(tasks: Tasks, calls: Syscalls, block_nbytes: int) -> None:
+def _serve(tasks: Tasks, calls: Syscalls) -> None:
     """What a thread of an engine does: move pieces until it takes None. It must not hold the engine."""
-    mover = _Mover(calls, block_nbytes)
+    mover = _Mover(calls)
     while True:
         task = tasks.get()
         if task is None:
@@ -509,9 +514,7 @@ class Engine:
         calls: the system, or what a test puts in its place.
     """
 
-    def __init__(
-        self, threads: int = 4, block_nbytes: int = 8 << 20, checksum: bool = False, calls: Syscalls | None = None
-    ) -> None:
+    def __init__(self, threads: int = 4, block_nbytes: int = 8 << 20, checksum: bool = False, calls: Syscalls | None = None) -> None:
         if threads < 1:
             raise ValueError(f"expected at least one thread, got threads={threads}")
         if block_nbytes < ALIGN or block_nbytes % ALIGN:
@@ -566,12 +569,8 @@ class Engine:
 
     def _start_threads(self) -> None:
         while len(self._running) < self.threads:
-            thread = threading.Thread(
-                target=_serve,
-                args=(self._tasks, self.calls, self.block_nbytes),
-                name=f"zeroshard-io-{len(self._running)}",
-                daemon=True,
-            )
+            name = f"zeroshard-io-{len(self._running)}"
+            thread = threading.Thread(target=_serve, args=(self._tasks, self.calls), name=name, daemon=True)
             thread.start()
             self._running.append(thread)
 

@@ -5,13 +5,20 @@ kernel zeroes the same pages again and again: 13,000-23,000 page faults a step a
 (docs/log.md). Two settings stop that. The price is a heap with holes: blocks of some MiB that come and go leave several
 times what is in use at once (0.9 GiB for 0.3, docs/log.md), as they do by glibc's own settings. Where even parameters rest
 on disk memory is what is short: there blocks of 1 MiB and more are mapped, and go when they are freed.
+
+Most holes are of one making. torch aligns blocks to 64 bytes, and glibc does so by cutting pieces off a larger one. Before 2.39
+(bug 30723) these pieces go to the thread's cache of small blocks, from which whatever is small takes them: the hole that the
+block leaves is then too short for the next one of the same size. Without that cache they merge again. Only a variable turns
+it off, and only before a process begins: `quiet_heap`, which launchers give to their ranks.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +31,16 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
 _RETURNED_NBYTES = 1 << 20
+_TUNABLES, _CACHE, _MENDED = "GLIBC_TUNABLES", "glibc.malloc.tcache_count", (2, 39)
+
+
+def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
+    """What a process's environment is to have besides, so that freed blocks serve again; what it sets itself stays."""
+    name, version = platform.libc_ver()
+    tunables = given.get(_TUNABLES, "")
+    if name != "glibc" or tuple(map(int, version.split(".")[:2])) >= _MENDED or _CACHE in tunables:
+        return {}
+    return {_TUNABLES: ":".join(filter(None, (tunables, f"{_CACHE}=0")))}
 
 
 def keep_freed_memory() -> bool:

@@ -4,7 +4,8 @@
 buffers of one size for shards and gradients between tiers. `Arena`: one stretch of memory through which optimizer states pass.
 
 A gradient buffer is taken when a unit's first gradient appears and given back when its reduction has started; it
-can be taken again once no rank reads it any more. Normally `count` buffers circulate. More exist as address space
+can be taken again once no rank reads it any more. Normally `count` buffers circulate, in turn: how many are touched does not
+depend on how fast ranks and disks are. More exist as address space
 only: they are touched when ranks use units in different orders and would otherwise wait for one another for ever, and
 circulate from then on (ranks that use other experts in each step wait in the first ones alone).
 
@@ -70,10 +71,14 @@ class StagingPool:
 
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
-        for number, buffer in enumerate(self._buffers[: self.count]):
-            if not buffer.taken and self._drained(number):
+        for number in self._in_turn():
+            if number < self.count and not self._buffers[number].taken and self._drained(number):
                 return self._prepare(number, numel, dtype, whole)
         return None
+
+    def _in_turn(self) -> list[int]:
+        """All buffers, those first that were never given back, or longest ago."""
+        return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]
@@ -110,7 +115,8 @@ class StagingPool:
         try:
             while True:
                 waiting = False
-                for number, buffer in enumerate(self._buffers):
+                for number in self._in_turn():
+                    buffer = self._buffers[number]
                     if buffer.taken or not (buffer.touched or number < self.count):
                         continue
                     if self._drained(number):
@@ -202,13 +208,13 @@ class BufferPool:
 
         in_line: the current stream waits for what is still to be done with it, and not the host (device memory only).
         """
-        for position, (_, pending) in enumerate(self._free):
-            if pending is None or pending.done():
-                return self._settled(position)
-        if self._made < self.count:
+        if self._made < self.count:  # also where one is free already: how many there are is not to depend on timing
             self._made += 1
             self.ledger.enter(STAGING, self.nbytes, self.tier)
             return self.make(self.nbytes)
+        for position, (_, pending) in enumerate(self._free):
+            if pending is None or pending.done():
+                return self._settled(position)
         return self._settled(0, in_line) if wait and self._free else None
 
     def _settled(self, position: int, in_line: bool = False) -> Tensor:

@@ -14,9 +14,11 @@ Source: ZeRO-Infinity, arXiv 2104.07857, sections 5.1 and 6.3.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +33,10 @@ from ..io.aligned import zeros
 from ..io.async_file import Engine, File, empty_aligned
 from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
-from ..memory.ledger import Ledger, making
+from ..memory.ledger import STAGING, Ledger, making
 from ..memory.pool import BufferPool, StagingPool
 
+_PIECES, _PIECE_NBYTES = 4, 2 << 20  # of what is converted on its way to a disk: as many as the engine has threads
 _SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
 
 
@@ -250,9 +253,40 @@ class FileRest(Rest):
         return out.to(self.tiers.comm.device)
 
     def store(self, start: int, source: Tensor) -> None:
-        if source.numel():
-            self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
-            self.write(start, source.detach().to("cpu", self.dtype).contiguous()).wait()
+        if not source.numel():
+            return
+        source = source.detach()
+        self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
+        if source.device.type == "cpu" and source.dtype == self.dtype and source.is_contiguous():
+            self.write(start, source).wait()
+        else:
+            with _converting(source.numel(), self.dtype, self.tiers) as nbytes:
+                self._store_in_pieces(start, source.reshape(-1), nbytes)
+
+    def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
+        """Through a few pieces of aligned memory: whole copies leave holes in the heap, and unaligned ones are copied again."""
+        memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
+        pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
+        under_way: list[Pending] = [MOVED] * len(pieces)
+        for number, part in enumerate(source.split(_PIECE_NBYTES // self.dtype.itemsize)):
+            which = number % len(pieces)
+            under_way[which].wait()
+            piece = pieces[which][: part.numel()].copy_(part)
+            under_way[which] = self.write(start, piece)
+            start += part.numel()
+        for pending in under_way:
+            pending.wait()
+
+
+@contextlib.contextmanager
+def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
+    """Bytes of host memory through which what a disk is given is converted; while it is, in the ledger."""
+    nbytes = min(numel * dtype.itemsize, _PIECES * _PIECE_NBYTES)
+    tiers.ledger.enter(STAGING, nbytes, Tier.HOST)
+    try:
+        yield nbytes
+    finally:
+        tiers.ledger.strike(STAGING, nbytes, Tier.HOST)
 
 
 class _Imagined(Moved):
@@ -296,8 +330,11 @@ class ImaginedRest(Rest):
         return out
 
     def store(self, start: int, source: Tensor) -> None:
-        self.tiers.count_hop(source.numel() * self.dtype.itemsize, up=False)
-        self.write(start, source.to(self.dtype))
+        nbytes = source.numel() * self.dtype.itemsize
+        self.tiers.count_hop(nbytes, up=False)
+        direct = source.dtype == self.dtype and not self.tiers.separate
+        with contextlib.nullcontext() if direct else _converting(source.numel(), self.dtype, self.tiers):
+            self._move(Tier.HOST, Tier.DISK, nbytes)
 
 
 class _Folder:

@@ -40,13 +40,12 @@ class Meter:
         self._alive: dict[int, int] = {}  # bytes of storages that no ledger counts
         self._heap_nbytes = 0  # of blocks that come from the C library's heap
         self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
-        self._heap_loading = 0  # and before the first
         self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase."""
         if self.phase == "load":
-            self._heap_loading, self._heap_highest = self._heap_highest[False], {False: 0, True: 0}
+            self._heap_highest = {False: 0, True: 0}
         self.phase, self.optimizing = phase, phase == "step"
         self.sample()
 
@@ -96,16 +95,13 @@ class Meter:
     def kept(self, phase: str) -> int:
         """Bytes of the C library's heap that are free at the fullest moment of a phase: what others have left is in pieces.
 
-        Blocks are aligned by cutting off a little of them, which stays in use and keeps holes apart (glibc 2.36): what forward and
-        backward have freed is of no use to the step's larger blocks, and the other way round.
+        Of ranks with a quiet heap (memory/host_memory.py): there what loading has freed serves again, but the step's larger
+        blocks find no room between those of forward and backward, and the other way round. More than KEEP_NBYTES goes back.
         """
         computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
-        if phase == "load":
-            return 0
-        kept = min(self._heap_loading, KEEP_NBYTES)
-        if phase == "save" or self._moment_of.get(phase):
-            kept += computing
-        return kept + (stepping if phase in ("save", "forward", "backward") else 0)
+        kept = computing if phase == "save" or self._moment_of.get(phase) else 0
+        kept += stepping if phase in ("save", "forward", "backward") else 0
+        return 0 if phase == "load" else min(kept, KEEP_NBYTES)
 
     def _forget(self, key: int) -> None:
         self.alive_nbytes -= self._alive.pop(key, 0)

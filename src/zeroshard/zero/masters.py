@@ -78,8 +78,7 @@ class Masters:
         values = self.group.values
         for index in self.dirty if self.rest is not None else ():
             start, stop = self.range(index)
-            source = values.full if self.whole else values.rest.load(0, self.group.layout.shard_numel)
-            self.rest.store(start, source[start:stop])
+            self.rest.store(start, values.full[start:stop] if self.whole else values.rest.load(start, stop))
         self.dirty.clear()
 
     def written(self, index: int) -> None:
