@@ -37,11 +37,11 @@ _WHY = {
 
 
 def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: bool, reduced: float = 1.0) -> float:
-    """Of a step. A pipeline's grows by the same with each micro-batch once it is full, so few of them are simulated."""
-    few = 2 * layout.pp
-    if layout.pp > 1 and layout.micro_batches > few:
-        half, full = (step_seconds(profile, replace(layout, micro_batches=n), hardware, beside, reduced) for n in (layout.pp, few))
-        return full + (layout.micro_batches - few) * (full - half) / layout.pp
+    """Of a step. It grows by the same with each micro-batch once all stages have one, so few of them are simulated."""
+    full, more = layout.pp + 1, layout.pp + 5
+    if layout.micro_batches > more:
+        first, last = (step_seconds(profile, replace(layout, micro_batches=n), hardware, beside, reduced) for n in (full, more))
+        return last + (layout.micro_batches - more) * (last - first) / (more - full)
     traces = trace_of(profile, layout, groups=1 if layout.pp > 1 else None)
     return simulate(traces if beside else [as_published(trace, reduced=reduced) for trace in traces], hardware).step_s
 
