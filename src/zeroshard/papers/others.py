@@ -21,18 +21,18 @@ from .throughput import REDUCED, WITHIN, as_published
 
 _STATES = {"device": Tier.DEVICE, "host": Tier.HOST}
 _WHY = {
-    "8.3B": "with 24.8 if the one number of ZeRO's bars did not hold here (what data parallelism sends takes 1.4 times as long); a device of "
-    "a DGX-2H may take 450 W, of a DGX-2 350",
-    "1.2B v1.0": "60% faster than the same model on the same device two rows above, by software alone; its products are faster than "
-    "those that ZeRO-Infinity measured on a DGX-2; a device of a DGX-2H may take 450 W, not 350",
-    "ZeRO-3": "as printed, what parameters of three passes send goes at 20 to 46 GB/s a device, the slower the more devices there are: "
-    "not a bandwidth. It may be the latency of rings of all ranks, parameter by parameter, in DeepSpeed of 2021; FSDP's runs of "
-    "this shape on 512 devices hide their gathers",
+    "8.3B": "24.8 if the one number of ZeRO's bars did not hold here (what data parallelism sends takes 1.4 times as long); "
+    "a device of a DGX-2H may take 450 W, of a DGX-2 350",
+    "1.2B v1.0": "60% faster than the same model on the same device two rows above, by software alone; its products are faster "
+    "than those that ZeRO-Infinity measured on a DGX-2; a device of a DGX-2H may take 450 W, not 350",
+    "ZeRO-3": "as printed, what parameters of three passes send goes at 20 to 46 GB/s a device, the slower the more devices "
+    "there are: not a bandwidth. It may be the latency of rings of all ranks, parameter by parameter, in DeepSpeed of 2021; FSDP's "
+    "runs of this shape on 512 devices hide their gathers",
     "Azure": "DeepSpeed's ZeRO-3 a year later: gathers at 40 to 60 GB/s a device would explain it, and links give more",
     "BLOOM": "Jean Zay's nodes have 4 links of 100 Gb/s, a quarter of a DGX A100's: with them 165",
     "70B 64x2": "a batch of 2, which leaves little to hide gathers behind; with nothing sent beside computation 140",
-    "13B H100": "as printed 2.1 times what the same source has for an A100, where products can be 3 times as fast (792 and 268 TFLOPS): "
-    "kernels of spring 2023",
+    "13B H100": "as printed 2.1 times what the same source has for an A100, where products can be 3 times as fast (792 and 268 "
+    "TFLOPS): kernels of 2023",
 }
 
 
@@ -85,7 +85,7 @@ def throughput_others() -> Table:
         of = [(theirs, ours) for each, theirs, ours in pairs if each == device]
         close, error = sum(abs(ours / theirs - 1) <= WITHIN for theirs, ours in of), sum(ours / theirs - 1 for theirs, ours in of)
         remarks.append(
-            f"{device}: within {WITHIN:.0%}: {close} of {len(of)}; mean error {error / len(of):+.0%}; rank correlation (Spearman) "
-            f"{rank_correlation(of):.2f}."
+            f"{device}: within {WITHIN:.0%}: {close} of {len(of)}; mean error {error / len(of):+.0%}; rank correlation "
+            f"(Spearman) {rank_correlation(of):.2f}."
         )
     return Table("throughput-others", "Training runs of others", file.paper, tuple(cells), tuple(remarks), corner="run")

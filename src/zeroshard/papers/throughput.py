@@ -3,9 +3,10 @@
     configuration --Profile.of_shape, trace_of--> what a rank does --as_published--> --simulate on `v100-32gb`--> seconds
 
 Devices and links are those of simulator/hardware.toml, which says where each number is from; none is from these charts. What was
-chosen on them is one number, `REDUCED`, on ZeRO's nine bars of figure 2: little more than the least with which all are within a fifth. `as_published` says in what these runs differ from this
-library: nothing was sent beside computation (Megatron-LM reduces gradients after backward, and so did DeepSpeed unless
-overlap_comm was set), and Megatron-LM repeats all of a block, its last all-reduce too.
+chosen on them is one number, `REDUCED`, on ZeRO's nine bars of figure 2: little more than the least with which all are within a
+fifth. `as_published` says in what these runs differ from this library: nothing was sent beside computation (Megatron-LM reduces
+gradients after backward, and so did DeepSpeed unless overlap_comm was set), and Megatron-LM repeats all of a block, its last
+all-reduce too.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from .table import SIMULATED, Cell, Table, rank_correlation
 
 HARDWARE, SEQ, WITHIN = "v100-32gb", 1024, 0.2
 _RATE = "TFLOPS a device"
-REDUCED = 1.4  # times the seconds that links as printed need for what data parallelism sends: DeepSpeed and Megatron-LM of 2019 and 2020
+REDUCED = 1.4  # times the seconds that links as printed need for what data parallelism sends: DeepSpeed and Megatron-LM, 2019-20
 _STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
-    ("40B", "Baseline"): "as printed it takes 95 ms a block, and 60B takes 37, which sends as much a block between nodes (a batch of 4, "
-    "hidden 6144; groups of 4 nodes, not 2) and has products half as large: no speed of links or devices gives both",
+    ("40B", "Baseline"): "as printed it takes 95 ms a block, and 60B takes 37, which sends as much a block between nodes (a batch "
+    "of 4, hidden 6144; groups of 4 nodes, not 2) and has products half as large: no speed of links or devices gives both",
 }
 
 
@@ -89,7 +90,7 @@ class Configuration:
 
 
 def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
-    """The same work, one task after the other. kept: ranks that each keep a part of what goes to the host (Pa). reduced: `REDUCED`."""
+    """The same work, one task after the other. kept: ranks that share what goes to the host (Pa). reduced: REDUCED."""
     times = {"keep": 1 / kept, "fetch": 1 / kept, "reduce": reduced, "publish": reduced}
     tasks = []
     for number, task in enumerate(trace.tasks):
@@ -198,7 +199,7 @@ def fig7() -> Table:
 
 
 def infinity_fig5() -> Table:
-    """ZeRO-Infinity's runs of 10B to 20T parameters: one task after the other, and with what this library sends beside computation."""
+    """ZeRO-Infinity's runs of 10B to 20T: one task after the other, and with what this library sends beside computation."""
     file, cells, totals = printed("zero_infinity_table1"), [], {}
     for row in file.rows:
         states, mp = _TIERS[row["opt_state_on"]], int(row["mp"])
@@ -228,6 +229,7 @@ def infinity_fig5() -> Table:
     cells.append(Cell("most of 512 devices", "PFLOPS", text, text if best > float(row["value"]) else f"{best:.1f}", SIMULATED))
     remarks = (
         "The chart was not read: printed is what the text says. Computed with nothing sent beside computation, though the paper "
-        f"describes that; with it, the column beside. The abstract has over {row['value']} PFLOPS on 512 devices; computed: {best:.1f}.",
+        f"describes that; with it, the column beside. The abstract has over {row['value']} PFLOPS on 512 devices; computed: "
+        f"{best:.1f}.",
     )
     return Table("infinity-fig5", "ZeRO-Infinity, figure 5 and table 1: throughput", file.source, tuple(cells), remarks)

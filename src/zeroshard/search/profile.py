@@ -22,13 +22,13 @@ from ..simulator.trace import Resource
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..zero.auto_wrap import LARGE_FRACTION
 
-_PASSES, BACKWARD_PASSES = 2.4, 2.5  # over what a forward keeps: bytes its kernels move, and times as many of a backward: dry runs of a GPT
+_PASSES, BACKWARD_PASSES = 2.4, 2.5  # over what a forward keeps: what its kernels move; and of that, a backward's (dry runs)
 _FLASH, _FUSED, _EAGER = "flash", "fused", "eager"
 KERNELS = {
-    # What the kernels beside products read and write, in elements a token: hidden, divided by tp and whole, and scores (a head and a
+    # What kernels beside products read and write, in elements a token: hidden, divided by tp and whole, and scores (a head and a
     # token of the sequence); of a forward, and of a backward. Counted kernel by kernel, each input and output once: products of
     # scores too, whose arithmetic is the smaller part; masks of dropout are half an element.
-    _FUSED: ((10, 11, 6.5), (25, 23, 9.5)),  # Megatron-LM since 1.0: softmax with scale and mask; bias with GELU; bias, dropout, residual
+    _FUSED: ((10, 11, 6.5), (25, 23, 9.5)),  # Megatron-LM since 1.0: scale, mask, softmax; bias, GELU; bias, dropout, residual
     _EAGER: ((30, 19, 12.5), (31, 23, 13.5)),  # Megatron-LM of 2019: each of these by itself, and copies for heads
 }
 _PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
@@ -43,8 +43,8 @@ class UnitProfile:
     flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
     last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
     kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
-    moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and of
-        a backward; (): as many passes over what is kept as dry runs count.
+    moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and
+        of a backward; (): as many passes over what is kept as dry runs count.
     saved_cut, saved_whole: elements a token, in the dtype that computes, that autograd keeps for backward; its input is among
         them (`boundary` of the one before). saved_fp32: those that are fp32 in any case, divided by tp.
     working_cut, working_whole, working_fp32: further elements a token at the fullest moment of its backward.
@@ -205,8 +205,8 @@ class Profile:
     def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, kernels: str = _FLASH) -> Profile:
         """Of a GPT (models/gpt.py) by formulas, which tests/search/test_profile.py holds against the model itself.
 
-        kernels: "flash" (torch's): scores of attention are not kept; of KERNELS: two matrices (seq, seq) a head are. Attention counts
-        4 seq dim flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
+        kernels: "flash" (torch's): scores of attention are not kept; of KERNELS: two matrices (seq, seq) a head are. Attention
+        counts 4 seq dim flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
         """
         h, ratio, bias, vocab = shape.dim, shape.mlp_ratio, shape.bias, shape.vocab_size
         square = 0 if kernels == _FLASH else shape.heads * shape.seq_len

@@ -180,12 +180,13 @@ class Stage:
         item = lay.itemsize
         weights = sum(sum(unit.cut) // lay.tp + sum(unit.whole) for unit in units) * item
         backward = factor > 1
-        moved = weights * (BACKWARD_PASSES if backward else 1) + self.tokens * sum(u.moved_nbytes(item, lay.tp, backward) for u in units)
+        moved = self.tokens * sum(unit.moved_nbytes(item, lay.tp, backward) for unit in units)
+        moved += weights * (BACKWARD_PASSES if backward else 1)
         kernels = round((_BACKWARD_KERNELS if backward else factor) * sum(unit.kernels for unit in units))
         products = (2 if backward else 1) * sum(unit.products for unit in units)
         self._add(
-            name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops, kernels=kernels, products=products,
-            dtype=lay.precision, unit=stretch.name,
+            name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops,
+            kernels=kernels, products=products, dtype=lay.precision, unit=stretch.name,
         )  # fmt: skip
         self.starts.append(self.last)
 
