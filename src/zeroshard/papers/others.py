@@ -26,8 +26,8 @@ _WHY = {
     "1.2B v1.0": "60% faster than the same model on the same device two rows above, by software alone; its products are faster "
     "than those that ZeRO-Infinity measured on a DGX-2; a device of a DGX-2H may take 450 W, not 350",
     "ZeRO-3": "as printed, what parameters of three passes send goes at 20 to 46 GB/s a device, the slower the more devices "
-    "there are: not a bandwidth. It may be the latency of rings of all ranks, parameter by parameter, in DeepSpeed of 2021; FSDP's "
-    "runs of this shape on 512 devices hide their gathers",
+    "there are: not a bandwidth. It may be the latency of rings of all ranks, parameter by parameter, in DeepSpeed of 2021; "
+    "FSDP's runs of this shape on 512 devices hide their gathers",
     "Azure": "DeepSpeed's ZeRO-3 a year later: gathers at 40 to 60 GB/s a device would explain it, and links give more",
     "BLOOM": "Jean Zay's nodes have 4 links of 100 Gb/s, a quarter of a DGX A100's: with them 165",
     "70B 64x2": "a batch of 2, which leaves little to hide gathers behind; with nothing sent beside computation 140",

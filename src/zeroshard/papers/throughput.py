@@ -31,8 +31,8 @@ REDUCED = 1.4  # times the seconds that links as printed need for what data para
 _STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
-    ("40B", "Baseline"): "as printed it takes 95 ms a block, and 60B takes 37, which sends as much a block between nodes (a batch "
-    "of 4, hidden 6144; groups of 4 nodes, not 2) and has products half as large: no speed of links or devices gives both",
+    ("40B", "Baseline"): "as printed it takes 95 ms a block, and 60B takes 37, which sends as much a block between nodes (batch "
+    "4, hidden 6144; groups of 4 nodes, not 2) and has products half as large: no speed of links or devices gives both",
 }
 
 
