@@ -64,7 +64,7 @@ def largest(hidden: int, heads: int, layout: Layout) -> float:
 
     def fit(layers: int) -> bool:
         shape = GPTConfig(51200, SEQ, hidden, layers, heads, bias=True, tied=True)
-        return fits(Profile.of_shape(shape, flash=False), layout)
+        return fits(Profile.of_shape(shape, kernels="eager"), layout)
 
     low, high = 0, layout.pp
     while fit(high):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError, did_you_mean
-from . import infinity, sizes, successors, throughput, zero
+from . import infinity, others, sizes, successors, throughput, zero
 from .table import Table
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -23,6 +23,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "infinity-fig2a": infinity.fig2a,
     "infinity-fig2b": sizes.fig2b,
     "infinity-fig5": throughput.infinity_fig5,
+    "throughput-others": others.throughput_others,
     "infinity-efficiency": infinity.requirements,
     "infinity-fig6a": sizes.infinity_fig6a,
     "infinity-fig6b": infinity.fig6b,

@@ -22,6 +22,15 @@ from ..simulator.trace import Resource
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..zero.auto_wrap import LARGE_FRACTION
 
+_PASSES, BACKWARD_PASSES = 2.4, 2.5  # over what a forward keeps: what its kernels move; and of that, a backward's (dry runs)
+_FLASH, _FUSED, _EAGER = "flash", "fused", "eager"
+KERNELS = {
+    # What kernels beside products read and write, in elements a token: hidden, divided by tp and whole, and scores (a head and a
+    # token of the sequence); of a forward, and of a backward. Counted kernel by kernel, each input and output once: products of
+    # scores too, whose arithmetic is the smaller part; masks of dropout are half an element.
+    _FUSED: ((10, 11, 6.5), (25, 23, 9.5)),  # Megatron-LM since 1.0: scale, mask, softmax; bias, GELU; bias, dropout, residual
+    _EAGER: ((30, 19, 12.5), (31, 23, 13.5)),  # Megatron-LM of 2019: each of these by itself, and copies for heads
+}
 _PARALLEL_LOSS = 1.75  # torch's loss over parts of the vocabulary makes so many times as much meanwhile (counted by dry runs)
 ROOT = "(root)"  # what is gathered from the beginning of a pass to its end
 
@@ -33,7 +42,9 @@ class UnitProfile:
     cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of their own.
     flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
     last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
-    kernels: launches of a forward.
+    kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
+    moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and
+        of a backward; (): as many passes over what is kept as dry runs count.
     saved_cut, saved_whole: elements a token, in the dtype that computes, that autograd keeps for backward; its input is among
         them (`boundary` of the one before). saved_fp32: those that are fp32 in any case, divided by tp.
     working_cut, working_whole, working_fp32: further elements a token at the fullest moment of its backward.
@@ -50,6 +61,8 @@ class UnitProfile:
     flops: float = 0.0
     last_flops: float = 0.0
     kernels: int = 1
+    products: int = 0
+    moved: tuple[tuple[float, float], ...] = ()
     saved_cut: float = 0.0
     saved_whole: float = 0.0
     saved_fp32: float = 0.0
@@ -69,6 +82,14 @@ class UnitProfile:
     def saved_nbytes(self, itemsize: int, tp: int = 1) -> float:
         """Bytes a token that a forward keeps for backward."""
         return itemsize * (self.saved_cut / tp + self.saved_whole) + 4 * self.saved_fp32 / tp
+
+    def moved_nbytes(self, itemsize: int, tp: int, backward: bool) -> float:
+        """Bytes a token that kernels move between the device's memory and its cores in a forward, or a backward."""
+        if self.moved:
+            cut, whole = self.moved[backward]
+            return itemsize * (cut / tp + whole)
+        forward = _PASSES * self.saved_nbytes(itemsize, tp) + 4 * self.working_fp32 / tp
+        return forward * (BACKWARD_PASSES if backward else 1)
 
     def working_nbytes(self, itemsize: int, tp: int = 1) -> float:
         """Bytes a token that come and go in its backward, at the fullest moment."""
@@ -181,22 +202,23 @@ class Profile:
     # -- where profiles come from --------------------------------------------------------------------------------
 
     @classmethod
-    def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, flash: bool = True) -> Profile:
+    def of_shape(cls, shape: GPTConfig, name: str = "GPT", *, kernels: str = _FLASH) -> Profile:
         """Of a GPT (models/gpt.py) by formulas, which tests/search/test_profile.py holds against the model itself.
 
-        flash: scores of attention are not kept (torch's kernels); else two matrices (seq, seq) a head are. Attention counts 4 seq dim
-        flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
+        kernels: "flash" (torch's): scores of attention are not kept; of KERNELS: two matrices (seq, seq) a head are. Attention
+        counts 4 seq dim flops a token, the whole square, as publications count (Megatron-LM, arXiv 2104.04473, appendix).
         """
         h, ratio, bias, vocab = shape.dim, shape.mlp_ratio, shape.bias, shape.vocab_size
-        scores = 0 if flash else 2 * shape.heads * shape.seq_len
+        square = 0 if kernels == _FLASH else shape.heads * shape.seq_len
+        moved = tuple((cut * h + each * square, whole * h) for cut, whole, each in KERNELS.get(kernels, ()))
         linear = (4 + 2 * ratio) * h * h  # elements of qkv, out, up, out
         block = UnitProfile(
             "",
             cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
             flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
-            saved_cut=(4 + 2 * ratio) * h + scores, saved_whole=4 * h, saved_fp32=shape.heads,
-            working_cut=2 * ratio * h + scores / 2, working_whole=2 * h,
+            products=6, moved=moved, saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
+            working_cut=2 * ratio * h + square, working_whole=2 * h,
             boundary=h, tp_reduces=2, block=True, packs=True,
         )  # fmt: skip
 
@@ -216,7 +238,7 @@ class Profile:
         owner = units[0].home or "embedding"
         units.append(UnitProfile(
             "head", cut=() if shape.tied else (vocab * h,), home=owner if shape.tied else home(vocab * h),
-            flops=2 * h * vocab, kernels=6, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab,
+            flops=2 * h * vocab, kernels=6, products=1, saved_whole=h, saved_fp32=vocab, working_fp32=2 * vocab,
         ))  # fmt: skip
         return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
 

@@ -16,10 +16,9 @@ from ..simulator.trace import Resource, Task, Trace
 from ..zero.prefetch import LOOKAHEAD
 from .layout import Bytes, Layout, Volumes, rests_away
 from .memory import memory_of
-from .profile import Home, Profile, UnitProfile, homes_of
+from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
-_PASSES = 2.4  # over what a forward keeps: bytes that its kernels move; these three are counted by dry runs of a GPT
-_BACKWARD_PASSES, _BACKWARD_KERNELS = 2.5, 3  # of a forward's
+_BACKWARD_KERNELS = 3  # of a forward's, counted by dry runs of a GPT
 _STEP_NBYTES = 36  # an element that torch's AdamW moves beside one pass over all it has: its kernels are not fused
 __all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
@@ -180,13 +179,14 @@ class Stage:
         flops = factor * sum(unit.flops for unit in units) / lay.tp * self.tokens
         item = lay.itemsize
         weights = sum(sum(unit.cut) // lay.tp + sum(unit.whole) for unit in units) * item
-        held = sum(_PASSES * unit.saved_nbytes(item, lay.tp) + 4 * unit.working_fp32 / lay.tp for unit in units)
-        times = factor if factor <= 1 else _BACKWARD_PASSES
-        moved = times * (weights + self.tokens * held)
-        kernels = round((factor if factor <= 1 else _BACKWARD_KERNELS) * sum(unit.kernels for unit in units))
+        backward = factor > 1
+        moved = self.tokens * sum(unit.moved_nbytes(item, lay.tp, backward) for unit in units)
+        moved += weights * (BACKWARD_PASSES if backward else 1)
+        kernels = round((_BACKWARD_KERNELS if backward else factor) * sum(unit.kernels for unit in units))
+        products = (2 if backward else 1) * sum(unit.products for unit in units)
         self._add(
-            name, phase, {Resource.DEVICE: moved}, (*self.last, *needed), chain=True, flops=flops, kernels=kernels, dtype=lay.precision,
-            unit=stretch.name,
+            name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops,
+            kernels=kernels, products=products, dtype=lay.precision, unit=stretch.name,
         )  # fmt: skip
         self.starts.append(self.last)
 

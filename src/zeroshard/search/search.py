@@ -232,11 +232,12 @@ def _excess(profile: Profile, layout: Layout, limits: Mapping[Tier, float]) -> f
 
 
 @functools.lru_cache(maxsize=4096)
-def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, int]:
-    """Of a forward of a stage: flops a token, kernels, elements a token that are summed over tp, the flops a token in blocks."""
+def _work(profile: Profile, pp: int, stage: int) -> tuple[float, int, int, float]:
+    """Of a forward of a stage: flops a token, matrix products, elements a token summed over tp, the flops a token in blocks."""
     units = profile.stages(pp)[stage]
     summed = sum(unit.tp_reduces * unit.boundary for unit in units)
-    return sum(u.flops for u in units), sum(u.kernels for u in units), summed, sum(u.flops for u in units if u.block)
+    products = sum(unit.products or unit.kernels for unit in units)
+    return sum(u.flops for u in units), products, summed, sum(u.flops for u in units if u.block)
 
 
 def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
@@ -246,7 +247,7 @@ def bound(profile: Profile, layout: Layout, hardware: Hardware) -> float:
 
 def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: int) -> float:
     lay, count, tokens = layout, layout.micro_batches, layout.micro_batch * profile.seq
-    flops, kernels, summed, in_blocks = _work(profile, lay.pp, stage)
+    flops, products, summed, in_blocks = _work(profile, lay.pp, stage)
     sizes = Sizes.of(profile, lay.pp, stage, lay.tp, lay.shards)
     again = in_blocks / flops if flops and lay.checkpointing != "none" else 0.0
     trace = Trace(node_size=lay.node_size)
@@ -254,7 +255,8 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     def seconds(nbytes: Mapping[Resource, float], peers: int = 1, **more: Any) -> dict[Resource, float]:
         return resource_seconds(Task("", "", nbytes, peers=peers, **more), hardware, trace)
 
-    forward = seconds({Resource.DEVICE: 0.0}, flops=flops * tokens / lay.tp, kernels=kernels, dtype=lay.precision)[Resource.DEVICE]
+    work = {"flops": flops * tokens / lay.tp, "kernels": products, "dtype": lay.precision}
+    forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
     computing = (3 + again) * forward * (count + lay.pp - 1)
     if lay.tp > 1:
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
