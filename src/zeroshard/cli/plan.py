@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         if options.out is not None:
             _write(Path(options.out), request, plans, verdict, sheets, notes)
-    except zs.ConfigError as error:
+    except zs.ZeroshardError as error:
         return report_error(str(error))
     if options.json:
         print(json.dumps(facts(request, verdict, found) | ({"reason": layouts.reason} if layouts is not None else {}), indent=2))

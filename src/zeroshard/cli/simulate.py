@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
             done = sweep(_maker(request), request.hardware, swept["ranks"], swept["batch"], utilisations, latencies)
             return _told_sweep(done, request, options)
         return _told(request, utilisations[0], latencies[0], options)
-    except zs.ConfigError as error:
+    except zs.ZeroshardError as error:
         return report_error(str(error))
 
 

@@ -31,6 +31,7 @@ from ..memory.ledger import Ledger, listener
 from ..parallel.traffic import ring_nbytes
 from ..simulator.trace import Resource, Task, Trace
 from ..tensor.sharded_tensor import ShardedTensor
+from .faults import check_dtypes
 from .plan import ACTIVATIONS, Held, Moment
 
 _LINKS = {
@@ -302,6 +303,7 @@ class Operators(TorchDispatchMode):
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # first what it makes of it
         kwargs = kwargs or {}
+        check_dtypes(func, args)
         result = func(*args, **kwargs)
         if func.namespace == "_c10d_functional":
             return self._collective(func, args, result)
