@@ -293,6 +293,34 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
     return section
 
 
+def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
+    """One sentence, with the remedy, where a plan's file was made for other ranks than there are; "" where for these.
+
+    axes: ranks along "pp", "dp" and "tp"; those that are missing have one. node_size: ranks of a node, if known.
+    """
+    planned = {axis: plan["mesh"].get(axis, 1) for axis in ("pp", "dp", "tp")}
+    found = {axis: axes.get(axis, 1) for axis in planned}
+    nodes = (plan.get("node_size"), node_size)
+    apart = planned == found and None not in nodes and nodes[0] != nodes[1]
+    if planned == found and not apart:
+        return ""
+
+    def words(sizes: Mapping[str, int], node: int | None) -> str:
+        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
+        return f"{math.prod(sizes.values())} ranks ({shown})" + f" in nodes of {node}" * apart
+
+    again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
+    return (
+        f"config: {path} is a plan for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
+        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --config {path}"
+    )
+
+
+def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
+    """Whether a plan cuts the model otherwise: then it can not be right."""
+    return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in ("pp", "tp"))
+
+
 def cuts_model(plan: Mapping[str, Any]) -> bool:
     """Whether a plan's mesh has axes other than data parallelism."""
     return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
