@@ -33,8 +33,10 @@ from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
 from ..simulator.trace import Resource, Trace
+from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
+from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Groups, Operators, Recorder
@@ -251,14 +253,14 @@ class _Run:
                         options["partition"] = mesh["tp"]
                     checkpoint_activations(runtime.model, **options)
             self._train(step, runtimes, batch, operators)
-            text = self._report
+            text, units = self._report, {unit.name: _numel(unit) for runtime in runtimes for unit in runtime.units}
             tokens = self._tokens
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
         phases = tuple(self._phase(phase, separate) for phase in PHASES)
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
-            tuple(recorder.moments), recorder.trace, text, self.sent, self.activations,
+            tuple(recorder.moments), recorder.trace, text, self.sent, self.activations, units,
         )  # fmt: skip
 
     def _phase(self, name: str, separate: bool) -> Phase:
@@ -384,6 +386,10 @@ class _Run:
 
         axes = {mesh["tp"].get_group().group_name: ("tp", self.axes["tp"], link("tp"))}
         return Groups(axes, mesh["pp"].get_local_rank(), link("pp"))
+
+
+def _numel(unit: Unit) -> int:
+    return sum(round_up(slot.numel, ALIGNMENT) for group in unit.groups for slot in group.layout.slots)
 
 
 def _make(batch: Any) -> Any:
