@@ -71,9 +71,13 @@ class StagingPool:
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
         for number, buffer in enumerate(self._buffers[: self.count]):
-            if not buffer.taken and self._drained(number):
+            if not buffer.taken and self._drained(number) and not self._just_given(buffer):
                 return self._prepare(number, numel, dtype, whole)
         return None
+
+    def _just_given(self, buffer: _Buffer) -> bool:
+        """Imagined peers read each other's shards as well, and are a little late: what was given last, they are still reading."""
+        return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]
