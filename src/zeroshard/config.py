@@ -279,11 +279,19 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
     mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
+    if unknown := [axis for axis in mesh if axis not in ("pp", "dp", "tp")]:
+        raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
     counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _PLAN_KEYS[2:]}
+    counts |= {key: section[key] for key in ("seq", "node_size") if key in section}
     for name, value in counts.items():  # the file may have been edited
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config: {path}: {name}: expected a whole number of at least 1, got {value!r}.")
+    if not isinstance(section.get("checkpoint_activations"), (dict, type(None))):
+        raise ConfigError(
+            f"config: {path}: checkpoint_activations: expected options of zs.checkpoint_activations by name, or null, got "
+            f"{section['checkpoint_activations']!r}."
+        )
     if not isinstance(section["shard"], dict):
         raise ConfigError(f"config: {path}: shard: expected options of zs.shard by name, got {section['shard']!r}.")
     try:

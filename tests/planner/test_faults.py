@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroshard as zs
 from zeroshard.cli import main
 from zeroshard.errors import ConfigError
+from zeroshard.models import GPT, GPTConfig
 from zeroshard.planner.faults import check_dtypes
 
 FP32, BF16, FP16, INT = torch.float32, torch.bfloat16, torch.float16, torch.int64
@@ -203,6 +204,11 @@ def test_optimizers_that_read_numbers_are_named_with_the_remedy():
         planned(Net, optimizer=list)
 
 
+def test_a_batch_over_tp_is_one_tensor():
+    with pytest.raises(ConfigError, match="batch: over axes pp and tp it is tokens .*got dict"):
+        zs.plan(lambda: GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2)), axes={"tp": 2}, batch=dict)
+
+
 def test_unknown_options_are_named_with_the_nearest():
     with pytest.raises(ConfigError, match="checkpointing: .*got 'ofload'. Did you mean 'offload'?"):
         planned(Net, checkpointing={"ofload": "cpu"})
@@ -232,4 +238,7 @@ def test_the_command_ends_with_2_and_one_line(tmp_path, monkeypatch, capfd):
         assert printed.out == "" and printed.err.count("\n") == 1, printed.err
         assert "forward fails in or after unit" in printed.err and "in Model (faulty_model.py:7): RuntimeError" in printed.err
     assert main(["plan", "script_to_plan:model"]) == 2
-    assert "cannot import 'script_to_plan'" in capfd.readouterr().err
+    assert "cannot import 'script_to_plan' of 'script_to_plan:model': in <module> (script_to_plan.py:2)" in capfd.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 7}')
+    assert main(["plan", "config.json"]) == 2
+    assert "The hidden size (64) is not a multiple of the number of attention heads (7)" in capfd.readouterr().err

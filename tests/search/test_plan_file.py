@@ -117,7 +117,8 @@ def test_bad_files_are_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "edit", [{"shard": None}, {"mesh": 3}, {"mesh": {}}, {"mesh": {"pp": "1", "dp": 2}}, {"micro_batch": 0}, {"global_batch": -1}],
+    "edit", [{"shard": None}, {"mesh": 3}, {"mesh": {}}, {"mesh": {"pp": "1", "dp": 2}}, {"micro_batch": 0}, {"global_batch": -1},
+             {"mesh": {"dp": 2, "xp": 2}}, {"checkpoint_activations": 3}, {"seq": "x"}, {"node_size": 0}],
 )  # fmt: skip
 def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
     plan = {"shard": {"stage": 2}, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}

@@ -325,6 +325,8 @@ class _Run:
         stepping = getattr(self.make_optimizer, "__name__", "the optimizer")
 
         def step(batches: list[Any]) -> None:
+            if not all(isinstance(each, Tensor) for each in batches):
+                raise ConfigError(f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}.")
             tokens = torch.cat(batches)
             with self._told("forward and backward"):
                 run.backward(tokens, tokens)

@@ -6,7 +6,6 @@ Fake tensors check shapes, and not always dtypes: `check_dtypes` refuses what re
 from __future__ import annotations
 
 import contextlib
-import logging
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ..errors import ConfigError, ZeroshardError
+from ..utils.torch_compat import without_fake_logs
 
 NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parent
 _MODELS = _HERE.parent / "models"
-_INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")})
+_INSTALLED = tuple({Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")})
+_PYTHON = Path(sysconfig.get_path("stdlib"))
 _ALIKE = {  # operator -> arguments whose dtypes real kernels want to be one
     "mm": (0, 1), "addmm": (1, 2, 0), "addbmm": (1, 2, 0), "mv": (0, 1), "addmv": (1, 2, 0), "linear": (0, 1, 2),
     "convolution": (0, 1, 2), "convolution_overrideable": (0, 1, 2), "index_put": (0, 2), "index_put_": (0, 2), "_unsafe_index_put": (0, 2),
@@ -64,10 +65,9 @@ def _short(dtype: torch.dtype) -> str:
 def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]:
     """What the user's code raises meanwhile becomes a ConfigError. what: is done; unit: of the model, at work; remedy: where `what`
     asks for numbers. Errors of this library pass."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, logger.disabled = logger.disabled, True  # else a page of torch's internals for each error
     try:
-        yield
+        with without_fake_logs():
+            yield
     except ZeroshardError:
         raise
     except Exception as error:
@@ -81,8 +81,6 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
         if not place and _is_ours(cause):
             raise
         raise ConfigError(f"{what} fails{at}: {type(cause).__name__}: {first_line(cause)}. A run would fail so, too.") from error
-    finally:
-        logger.disabled = disabled
 
 
 def where(error: BaseException) -> str:
@@ -90,11 +88,13 @@ def where(error: BaseException) -> str:
     found = ["", ""]  # of libraries, of the user
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
-        if _TORCH in path.parents or (_HERE.parent in path.parents and _MODELS not in path.parents):
+        library = any(folder in path.parents for folder in _INSTALLED)
+        if _TORCH in path.parents or (_HERE.parent in path.parents and _MODELS not in path.parents) or path.name.startswith("<frozen "):
+            continue
+        if _PYTHON in path.parents and not library:
             continue
         owner = frame.f_locals.get("self")
         kind = type(owner).__name__ if isinstance(owner, nn.Module) else frame.f_code.co_name
-        library = any(folder in path.parents for folder in _INSTALLED) or path.name.startswith("<")
         found[not library] = f"in {kind} ({_relative(path)}:{line})"
     return found[1] or found[0]
 
@@ -115,6 +115,7 @@ def _relative(path: Path) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Of its message, without a full stop."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).rstrip(".")
+    """Of its message, without a full stop; with the next one where it announces that."""
+    text = [line.strip() for line in str(error).strip().splitlines()]
+    found = " ".join(text[: 1 + text[0].endswith(":")]) if text else type(error).__name__
+    return found.rstrip(".")

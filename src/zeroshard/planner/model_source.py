@@ -171,7 +171,7 @@ def _configuration(path: Path) -> ModelSource:
     transformers = _transformers(str(path))
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # its validators raise errors of their own
         raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {first_line(error)}.") from error
     text = config.get_text_config()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or not getattr(text, "vocab_size", None):
@@ -213,6 +213,8 @@ def _transformers(name: str) -> Any:
 def _function(text: str) -> ModelSource:
     """The user's own, found as Python finds modules, first in the working directory."""
     module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"model: expected module:function, got {text!r}.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
