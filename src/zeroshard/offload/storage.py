@@ -256,7 +256,8 @@ class FileRest(Rest):
 
 
 class _Imagined(Moved):
-    """Under way nowhere; who waits for it tells so."""
+    """Under way nowhere; who waits for it tells so. Done at once, as a fast disk's is: with gradients on a slow one real ranks take a
+    staging buffer more than a plan says."""
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
         self.streams, self.ticket = streams, ticket
