@@ -185,3 +185,12 @@ def test_few_fields_change_on_what_everything_passes_through(module, cls, names)
                         targets(method, ("self", *names))
         targets(parsed(path), names)
     assert len(found) <= MAX_MUTABLE_FIELDS, f"{cls}: {len(found)} fields change: {', '.join(sorted(found))}"
+
+
+def test_no_file_of_tests_needs_another():
+    """Each can be run alone: what several share is in tests/support."""
+    for path in TESTS:
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = [name for node in nodes for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])]
+        for name in names:
+            assert not name.startswith("test_"), f"{path} imports {name}: move what both use to tests/support"

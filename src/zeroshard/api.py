@@ -9,7 +9,8 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -21,12 +22,12 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .config import Config, Tier, cuts_model, read_plan
+from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_plan
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
 from .mesh import topology
-from .mesh.axes import Axes, axes_of
+from .mesh.axes import Axes, axes_of, model_axes
 from .mesh.topology import Topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
@@ -85,15 +86,14 @@ def shard(
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
-    if isinstance(config, (str, os.PathLike)) and mesh is None and comm is None and cuts_model(plan := read_plan(config)):
-        raise ConfigError(f"config: {config} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
+    planned = _Planned.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
     config = Config.build(config, **(options | {"stage": None} if auto else options))
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
     local = distributed.Localised(model, optimizer)
     try:
-        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None)
+        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
         local.undo()
         raise
@@ -101,11 +101,11 @@ def shard(
 
 def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
-    auto: tuple[Any] | None,
+    auto: tuple[Any] | None, planned: _Planned | None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
 
-    auto: the sample by which stage and tiers are chosen.
+    auto: the sample by which stage and tiers are chosen. planned: the file that the options are from.
     """
     specs = collect(model, config)
     for spec in specs:
@@ -122,6 +122,8 @@ def _shard(
         config = choose(config, group, model, specs, optimizer, *auto)
     check_same_model(group, model, specs, config, optimizer, axes.parts)
     topology.check(config, group, axes.parts)
+    if planned is not None:
+        planned.compare(group, world)
     if not config.master_weights and config.precision != "fp32" and group.rank == 0:
         print(f"zeroshard: no fp32 master weights: parameters and states are {config.precision}", file=sys.stderr)
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
@@ -144,6 +146,34 @@ def _shard(
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
     return model, optimizer
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The file of a plan that options are from. axes: ranks along "pp" and "tp" in this run; all: of it there are no other ranks."""
+
+    path: str | os.PathLike
+    plan: Mapping[str, Any]
+    axes: Mapping[str, int]
+    all: bool
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> _Planned:
+        """Raises ConfigError for a plan of a model that is cut otherwise."""
+        plan = read_plan(path)
+        if mesh is None and comm is None and cuts_model(plan):
+            raise ConfigError(f"config: {path} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
+        axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
+        if other_model_axes(plan, axes):
+            raise ConfigError(planned_otherwise(path, plan, {"dp": plan["mesh"]["dp"], **axes}))
+        return cls(path, plan, axes, comm is None)
+
+    def compare(self, group: Comm, world: Comm) -> None:
+        """Say on rank 0 where there are other ranks than it was made for."""
+        node_size = world.nodes.count(world.nodes[0]) if self.all else None
+        text = planned_otherwise(self.path, self.plan, {"dp": group.world_size, **self.axes}, node_size)
+        if text and world.rank == 0:
+            print(f"zeroshard: {text}", file=sys.stderr)
 
 
 def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -279,11 +279,19 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
             "DeepSpeed is for zeroshard.deepspeed.initialize(config=...)."
         )
     mesh = section["mesh"] if isinstance(section["mesh"], dict) else {}
+    if unknown := [axis for axis in mesh if axis not in ("pp", "dp", "tp")]:
+        raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
     counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _PLAN_KEYS[2:]}
+    counts |= {key: section[key] for key in ("seq", "node_size") if key in section}
     for name, value in counts.items():  # the file may have been edited
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"config: {path}: {name}: expected a whole number of at least 1, got {value!r}.")
+    if not isinstance(section.get("checkpoint_activations"), (dict, type(None))):
+        raise ConfigError(
+            f"config: {path}: checkpoint_activations: expected options of zs.checkpoint_activations by name, or null, got "
+            f"{section['checkpoint_activations']!r}."
+        )
     if not isinstance(section["shard"], dict):
         raise ConfigError(f"config: {path}: shard: expected options of zs.shard by name, got {section['shard']!r}.")
     try:
@@ -291,6 +299,34 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"config: {path}: shard: {error}") from None
     return section
+
+
+def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
+    """One sentence, with the remedy, where a plan's file was made for other ranks than there are; "" where for these.
+
+    axes: ranks along "pp", "dp" and "tp"; those that are missing have one. node_size: ranks of a node, if known.
+    """
+    planned = {axis: plan["mesh"].get(axis, 1) for axis in ("pp", "dp", "tp")}
+    found = {axis: axes.get(axis, 1) for axis in planned}
+    nodes = (plan.get("node_size"), node_size)
+    apart = planned == found and None not in nodes and nodes[0] != nodes[1]
+    if planned == found and not apart:
+        return ""
+
+    def words(sizes: Mapping[str, int], node: int | None) -> str:
+        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1 or axis == "dp")
+        return f"{math.prod(sizes.values())} ranks ({shown})" + f" in nodes of {node}" * apart
+
+    again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
+    return (
+        f"config: {path} is a plan for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
+        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --config {path}"
+    )
+
+
+def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
+    """Whether a plan cuts the model otherwise: then it can not be right."""
+    return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in ("pp", "tp"))
 
 
 def cuts_model(plan: Mapping[str, Any]) -> bool:

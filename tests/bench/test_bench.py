@@ -8,22 +8,15 @@ import os
 import time
 
 import pytest
+from bench_kit import TINY, outcome
 
 from zeroshard.bench import host_overhead, plan, plot, race, report, statistics
 from zeroshard.bench.command import main
 from zeroshard.bench.micro_benchmark import Unmeasured, apart, take_turns
-from zeroshard.bench.plan import Contender, ModelShape, Rounds, Workload
+from zeroshard.bench.plan import Contender, Rounds, Workload
 from zeroshard.bench.race import Outcome
 from zeroshard.bench.worker import Turn
 from zeroshard.cli.arguments import UsageError
-
-TINY = ModelShape(vocab_size=64, seq_len=8, dim=16, layers=2, heads=2)
-
-
-def outcome(name: str, rounds_step_s: list[list[float]], **fields) -> Outcome:
-    contender = next(c for c in plan.CONTENDERS if c.name == name)
-    defaults = {"cpu_s": [1.0], "losses": [2.0, 1.0], "peak_rss": 100 << 20, "numel": 10}
-    return Outcome(contender, rounds_step_s=rounds_step_s, **(defaults | fields))
 
 
 def test_every_kind_has_a_colour():

@@ -13,8 +13,8 @@ import time
 
 import pytest
 import torch
+from bench_kit import TINY, outcome
 from rich.console import Console
-from test_bench import TINY, outcome
 
 import zeroshard as zs
 from zeroshard.bench import gpu, plan, race, report, statistics, worker

@@ -1,5 +1,6 @@
 """`zeroshard plan` and `zeroshard simulate`: tables, one line, JSON, files; mistakes are one sentence with the nearest choice."""
 
+import dataclasses
 import json
 
 import pytest
@@ -40,8 +41,6 @@ def test_brief_is_the_line_alone(capsys):
 @pytest.fixture
 def small_device(tmp_path):
     """A file of hardware with 80 MiB a device, which the states of the quickstart's model fill at stage 0."""
-    import dataclasses
-
     whole = Hardware.named("h100-80gb")
     device = dataclasses.replace(whole.device, memory_nbytes=80 << 20)
     dataclasses.replace(whole, name="small", device=device, overhead_nbytes=0).save(tmp_path / "small.toml")
@@ -136,7 +135,7 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
         (["quickstart", "--device", "h100"], ["device", "'h100'", "Did you mean 'h100-80gb'?"]),
         (["quickstart", "--device", "none.toml"], ["none.toml", "can not be read"]),
         (["quickstart", "--mesh", "dp=2,tp=3"], ["tp to divide the 4 heads", "the nearest: tp=2"]),
-        (["quickstart", "--mesh", "pp=4"], ["at most 3 stages", "pp=4"]),
+        (["quickstart", "--mesh", "pp=4"], ["at most 3 stages", "pp=4; the nearest: pp=3"]),
         (["quickstart", "--mesh", "pp=2,tp=2", "--ranks", "6"], ["multiply to the 6 ranks", "try 4 or 8 ranks"]),
         (["quickstart", "--mesh", "ep=2"], ["--mesh", "ep=2"]),
         (["quickstart", "--seq", "300"], ["at most the 256 tokens", "got 300"]),
@@ -145,6 +144,8 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
         (["quickstart", "--ranks", "4", "--shard-size", "3"], ["--shard-size", "divisor of the 4 ranks"]),
         (["quickstart", "--partition-activations"], ["--partition-activations", "--mesh tp=2"]),
         (["math:pi"], ["math has no function 'pi'"]),
+        (["math:"], ["expected module:function, got 'math:'"]),
+        (["no_such_module:model"], ["'no_such_module:model': there is no such module"]),
         (["--stagee", "3", "quickstart"], ["--stagee", "did you mean --stage?"]),
     ],
 )
@@ -160,6 +161,12 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
     ("arguments", "words"),
     [
         (["plan", "quickstart", "--lossy"], ["--lossy", "none without --auto"]),
+        (["plan", "quickstart", "--auto", "--global-batch", "0"], ["--global-batch", "positive", "got 0"]),
+        (["plan", "quickstart", "--try-seconds", "nan"], ["--try-seconds", "at least 0", "got nan"]),
+        (["simulate", "quickstart", "--sweep", ""], ["--sweep", "expected ranks=8,16"]),
+        (["simulate", "quickstart", "--sweep", "ranks=inf"], ["--sweep", "positive numbers", "'inf'"]),
+        (["simulate", "quickstart", "--sweep", "ranks=2;ranks=4"], ["--sweep", "ranks twice"]),
+        (["simulate", "quickstart", "--latency", "nan"], ["--latency", "positive numbers", "'nan'"]),
         (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "no --offload option"]),
         (["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"], ["batch of 6 sequences", "the nearest: 4 or 8"]),
         (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
@@ -173,6 +180,15 @@ def test_mistakes_of_one_command_alone(arguments, words, capsys):
     captured = capsys.readouterr()
     for word in words:
         assert word in captured.err
+
+
+def test_nothing_is_written_where_the_hardware_lacks_a_number(capsys, tmp_path):
+    known = Hardware.named("a100-40gb")
+    peaks = {name: peak for name, peak in known.device.peak_flops.items() if name != "bf16"}
+    dataclasses.replace(known, device=dataclasses.replace(known.device, peak_flops=peaks)).save(tmp_path / "old.toml")
+    for command in ("plan", "simulate"):
+        assert main([command, *SMALL, "--device", str(tmp_path / "old.toml"), "--out", str(tmp_path / "plan")]) == 2
+        assert "no peak_flops for 'bf16'" in capsys.readouterr().err and not (tmp_path / "plan").exists()
 
 
 def test_a_folder_that_can_not_be_made_is_a_sentence(capsys):

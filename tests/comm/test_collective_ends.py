@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from test_rendezvous import world as connected_world
+from met_ranks import world as connected_world
 
 import zeroshard as zs
 from zeroshard.comm import transport

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from met_ranks import SECRET, world
 
 import zeroshard as zs
 from zeroshard.comm import rendezvous
@@ -22,7 +23,6 @@ from zeroshard.launch import run_processes
 
 # elsewhere ranks never meet so: they take torch.distributed, which test_failures and test_collective_ends try as comm="dist"
 pytestmark = pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED") or not hasattr(os, "memfd_create"), reason="Linux")
-SECRET = b"s" * 32
 # only root can become another user; that one of this user without the secret is shown out is tested for everybody
 as_root = pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="needs root, to become another user")
 NOBODY = 65534
@@ -80,27 +80,6 @@ def connected(address, data=b""):
     sock.connect(address)
     sock.sendall(data)
     return sock
-
-
-def world(rank_doors, secrets=(SECRET, SECRET), timeout_s=10.0, before_last=lambda: None):
-    """Transports of ranks in threads, the last of which comes late; or their errors."""
-    ends, addresses = {}, [door.address for door in rank_doors]
-
-    def connect(rank):
-        try:
-            ends[rank] = ProcessTransport(rank, rank_doors[rank], addresses, secrets[rank], timeout_s)
-        except Exception as error:
-            ends[rank] = error
-
-    threads = [threading.Thread(target=connect, args=(rank,), name=f"rank {rank}") for rank in range(len(rank_doors))]
-    for thread in threads[:-1]:
-        thread.start()
-    before_last()
-    threads[-1].start()
-    for thread in threads:
-        thread.join(timeout_s + 10)
-        assert not thread.is_alive()
-    return [ends[rank] for rank in range(len(rank_doors))]
 
 
 def speak(ends):

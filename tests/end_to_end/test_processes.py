@@ -1,7 +1,8 @@
 """Real processes over gloo: equality to the reference, and every failure ends on every rank, in time, with a sentence.
 
 Starting processes costs more than all that they do here. So three ranks are started, once; for each scenario all of
-them, or the first two, fork a child, which forms a process group of its own and lives and dies as a rank would.
+them, or the first two, fork a child, which forms a process group of its own and lives and dies as a rank would
+(forked_scenarios.py).
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ import pickle
 import signal
 import sys
 import time
-import traceback
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked_scenarios import Outcome, run_forked
 from zoo import (
     Case,
     Language,
@@ -34,80 +34,10 @@ from zoo import (
 )
 
 import zeroshard as zs
-from zeroshard.launch import free_port, rank_environment, run_processes
+from zeroshard.launch import free_port, run_processes
 
 # ranks that were spawned would import torch anew for each of the scenarios; Linux, where shared memory is used, has fork
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
-LIMIT_S = 40.0  # for one scenario
-
-
-class Outcome(NamedTuple):
-    """How one rank of a scenario ended."""
-
-    exitcode: int  # negative: a signal; LIMIT: it hung
-    value: Any
-    text: str  # the traceback, or ""
-    seconds: float
-
-
-def _run_forked(rank: int, world: int, ports: dict[str, int]) -> dict[str, Outcome]:
-    """Every scenario in a child of its own; name -> how it ended. Those that mostly wait do so together."""
-    adamw([torch.zeros(1, requires_grad=True)])  # torch imports half of itself here: once, not in each child
-    rounds, ended = [[name for name in ports if name in WAITING], *([name] for name in ports if name not in WAITING)], {}
-    for names in rounds:
-        children = {name: _Child(name, ports[name], rank, world) for name in names}
-        while not all([child.over() for child in children.values()]):
-            time.sleep(0.01)
-        ended |= {name: child.outcome for name, child in children.items()}
-    return ended
-
-
-class _Child:
-    """A rank of a scenario: forked, listened to, killed if it hangs."""
-
-    def __init__(self, name: str, port: int, rank: int, world: int) -> None:
-        os.environ.update(rank_environment(rank, world, port))
-        self.reader, writer = os.pipe()
-        self.started, self.data, self.outcome = time.monotonic(), b"", None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(self.reader)
-            _live(name, rank, world, writer)
-        os.close(writer)
-        os.set_blocking(self.reader, False)
-
-    def over(self) -> bool:
-        """Whether it has ended, `outcome` then says how. Never waits."""
-        if self.outcome is not None:
-            return True
-        pid, code = os.waitpid(self.pid, os.WNOHANG)
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self.reader, 1 << 20):
-                self.data += part
-        if pid:
-            os.close(self.reader)
-            value, text = pickle.loads(self.data) if self.data else (None, "")
-            self.outcome = Outcome(os.waitstatus_to_exitcode(code), value, text, time.monotonic() - self.started)
-        elif time.monotonic() - self.started > LIMIT_S:
-            os.kill(self.pid, signal.SIGKILL)
-        return self.outcome is not None
-
-
-def _live(name: str, rank: int, world: int, writer: int) -> None:
-    """The child: an uncaught exception goes through sys.excepthook, as in a script."""
-    code, answer = 0, (None, "")
-    try:
-        torch.set_num_threads(1)
-        answer = (SCENARIOS[name](rank, world), "")
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException as error:
-        code, answer = 1, (None, traceback.format_exc())
-        sys.excepthook(type(error), error, error.__traceback__)
-    data = pickle.dumps(answer)
-    while data:
-        data = data[os.write(writer, data) :]
-    os._exit(code)
 
 
 # -- scenarios ---------------------------------------------------------------------------------------------------
@@ -266,8 +196,8 @@ THREE = ("train shared", "train dist", "raise shared", "raise dist")
 
 def _run_both(rank: int, _: int, triple: dict[str, int], pair: dict[str, int]) -> dict[int, dict[str, Outcome]]:
     """World size -> name -> how it ended. Three ranks first: none may wait in a child until the others have time."""
-    ended = {3: _run_forked(rank, 3, triple)}
-    return ended | {2: _run_forked(rank, 2, pair)} if rank < 2 else ended
+    ended = {3: run_forked(rank, 3, triple, SCENARIOS, WAITING)}
+    return ended | {2: run_forked(rank, 2, pair, SCENARIOS, WAITING)} if rank < 2 else ended
 
 
 @pytest.fixture(scope="module")

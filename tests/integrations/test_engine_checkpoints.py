@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_engine import WEIGHTS, Net, batches, config, net, reference
+from engine_kit import WEIGHTS, Net, batches, config, net, reference
 from torch import nn
 
 import zeroshard as zs

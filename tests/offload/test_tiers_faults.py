@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_disk import Faulty, calls_of, raised_by
+from forked_scenarios import run_forked
 from helpers import Branches, OddGPT, Task, adamw, assert_equal_runs, seeded, token_batches, train
 from offloading import TINY, offload, tiers
 from torch import nn
@@ -493,10 +494,7 @@ SCENARIOS = {
 
 
 def _scenarios(rank: int, world: int, ports: dict[str, int], path: str) -> dict:
-    import test_processes
-
-    test_processes.SCENARIOS |= {kind: make(path) for kind, make in SCENARIOS.items()}
-    return test_processes._run_forked(rank, world, ports)
+    return run_forked(rank, world, ports, {kind: make(path) for kind, make in SCENARIOS.items()})
 
 
 @pytest.mark.processes

@@ -1,5 +1,6 @@
 """A dry run holds, sends and moves what ranks do: beside ranks as threads, to the byte."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -14,6 +15,7 @@ from zeroshard.simulator.trace import Resource
 from zeroshard.testing import run_threads
 
 SHAPE = GPTConfig(vocab_size=96, seq_len=16, dim=32, layers=2, heads=2)
+DEEP = dataclasses.replace(SHAPE, layers=6)  # more units than staging buffers, which are fetched ahead as far as these go
 HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 
 
@@ -58,11 +60,12 @@ def adamw(parameters):
         (lambda: GPT(SHAPE), adamw, 4, {"stage": 3, "shard_size": 2, "replicate_optimizer": False}),
         (lambda: GPT(SHAPE), muon, 3, {"stage": 1}),
         (lambda: GPT(SHAPE), adamw, 2, {"stage": 2, "offload_optimizer": "nvme"}),
+        (lambda: GPT(DEEP), adamw, 2, {"stage": 3, "offload_param": "nvme"}),
     ],
-    ids=["sent in another dtype", "leaves", "packed and hpz", "groups", "muon", "states on disk"],
+    ids=["sent in another dtype", "leaves", "packed and hpz", "groups", "muon", "states on disk", "parameters on disk"],
 )
 def test_what_is_held_and_sent_is_what_ranks_hold_and_send(make, optimizer, ranks, options, tmp_path):
-    if "offload_optimizer" in options:
+    if "nvme" in options.values():
         options = options | {"offload_path": str(tmp_path)}
     given = {"ranks": ranks, "batch": (1, 16), "optimizer": optimizer, "separate": False, **options}
     rank = ranks - 1

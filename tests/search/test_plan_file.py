@@ -14,13 +14,13 @@ from zeroshard.errors import ConfigError
 from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.sections import DeepSpeedConfigError
 from zeroshard.integrations.deepspeed.shard_options import shard_options
-from zeroshard.models.gpt import GPTConfig
+from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.search.plan_file import deepspeed_config, section, write_config
 from zeroshard.search.profile import Profile
 from zeroshard.search.schedule import Layout
 from zeroshard.search.search import search
 from zeroshard.simulator.hardware import Hardware
-from zeroshard.testing import run_threads
+from zeroshard.testing import imagined_mesh, run_threads
 
 HOST, DISK = Tier.HOST, Tier.DISK
 LAYOUTS = {
@@ -117,7 +117,8 @@ def test_bad_files_are_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "edit", [{"shard": None}, {"mesh": 3}, {"mesh": {}}, {"mesh": {"pp": "1", "dp": 2}}, {"micro_batch": 0}, {"global_batch": -1}],
+    "edit", [{"shard": None}, {"mesh": 3}, {"mesh": {}}, {"mesh": {"pp": "1", "dp": 2}}, {"micro_batch": 0}, {"global_batch": -1},
+             {"mesh": {"dp": 2, "xp": 2}}, {"checkpoint_activations": 3}, {"seq": "x"}, {"node_size": 0}],
 )  # fmt: skip
 def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
     plan = {"shard": {"stage": 2}, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
@@ -132,3 +133,50 @@ def test_options_in_a_file_are_those_of_zs_shard(shard, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan}))
     with pytest.raises(ConfigError, match="plan.json: shard: .*stage"):
         read_plan(tmp_path / "plan.json")
+
+
+def said(capfd, read, *arguments):
+    """What a reader writes on stderr about the plan."""
+    read(*arguments)
+    return [line for line in capfd.readouterr().err.splitlines() if "is a plan for" in line]
+
+
+def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd):
+    path = written(LAYOUTS["plain"], tmp_path)
+    assert said(capfd, run_threads, 4, shard_by_file, str(path)) == []
+    (line,) = said(capfd, run_threads, 2, shard_by_file, str(path))
+    assert f"config: {path} is a plan for 4 ranks (dp=4), and these are 2 ranks (dp=2)" in line
+    assert f"zeroshard plan MODEL --ranks 2 --auto --global-batch 24 --config {path}" in line
+    given = json.loads(path.read_text())
+    given["zeroshard"]["node_size"] = 2
+    path.write_text(json.dumps(given))
+    (line,) = said(capfd, run_threads, 4, shard_by_file, str(path))
+    assert "4 ranks (dp=4) in nodes of 2, and these are 4 ranks (dp=4) in nodes of 4" in line and "--node-size 4" in line
+
+
+def test_the_engine_refuses_a_plan_for_other_ranks(tmp_path):
+    path = written(LAYOUTS["plain"], tmp_path)
+    with pytest.raises(DeepSpeedConfigError, match=r"plan for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size"):
+        DeepSpeedConfig(str(path), world_size=2)
+    given = json.loads(path.read_text())
+    del given["train_batch_size"]
+    config = DeepSpeedConfig(given, world_size=2)
+    assert config.train_batch_size == 12 and "is a plan for 4 ranks" in config.notes[0]
+
+
+def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_path):
+    path = written(LAYOUTS["mesh"], tmp_path)
+    with imagined_mesh({"pp": 1, "dp": 1, "tp": 2}, 1) as mesh:
+        model = GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2))
+        for read in (zs.parallelize, lambda model, mesh, config: zs.shard(model, mesh=mesh, config=config)):
+            with pytest.raises(ConfigError, match=r"plan for 8 ranks \(pp=2,dp=2,tp=2\), and these are \d ranks \(dp=\d,tp=2\)"):
+                read(model, mesh, config=path)
+
+
+def test_training_says_that_the_plan_is_for_others(tmp_path):
+    path = written(LAYOUTS["plain"], tmp_path)
+    assert parse_train(["--config", str(path)]).planned_otherwise(4) == ""
+    assert "is a plan for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
+    path = written(LAYOUTS["mesh"], tmp_path)
+    with pytest.raises(UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"):
+        parse_train(["--config", str(path)]).check_batch(4)

@@ -148,5 +148,9 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
         layout = Layout(dp=4, stage=3, micro_batch=2, checkpointing=checkpointing)
         ours, theirs = (sum(memory_of(each, layout)[Tier.DEVICE].values()) for each in (found, known))
         assert ours == pytest.approx(theirs, rel=0.1)
+    for stage in (0, 3):  # how gradients travel is nothing to the model
+        for more in ({"node_size": 2}, {"node_size": 2, "hierarchical": True}, {"node_size": 2, "zero_quantized_gradients": "int8", "micro_batches": 3}):
+            other = Profile.of_plan(plan(lambda: GPT(SHAPE), **(options | more | {"stage": stage})), 32)
+            assert [(unit.name, unit.numel, unit.flops) for unit in other.units] == [(unit.name, unit.numel, unit.flops) for unit in found.units]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)

@@ -84,3 +84,10 @@ def test_what_it_would_choose_is_not_given(monkeypatch):
         zs.shard(model, optimizer, stage=2, sample=torch.zeros(1, 256))
     with pytest.raises(ConfigError, match="forward of it failed on tensors without memory"):
         choose(monkeypatch, 60 * MIB, sample=torch.zeros(1, 3))
+
+
+def test_a_sample_of_another_shape_is_one_sentence(capfd):
+    model = nn.Linear(4, 4)
+    with pytest.raises(zs.ConfigError, match="sample: the model's forward of it failed"):
+        zs.shard(model, torch.optim.AdamW(model.parameters()), stage="auto", sample=torch.zeros(2, 5))
+    assert "Traceback" not in capfd.readouterr().err, "torch logs a page of its own"

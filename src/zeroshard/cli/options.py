@@ -14,7 +14,7 @@ from typing import Any
 import zeroshard as zs
 
 from ..compression import CODECS, GRADIENT_CODECS
-from ..config import PRESETS, Tier, cuts_model, read_plan
+from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_plan
 from ..models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..models.presets import SCALES
 from .arguments import Parser, UsageError
@@ -248,7 +248,10 @@ class TrainOptions:
     def check_batch(self, world_size: int) -> None:
         """Raise unless the mesh has as many ranks, and the batch divides evenly over them and over micro-batches."""
         if self.mesh is not None:
-            self.axes.check_ranks(world_size)
+            try:
+                self.axes.check_ranks(world_size)
+            except UsageError as error:
+                raise UsageError(f"{error}{self._of_config(world_size)}") from None
         readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
         parts = readers * self.accumulate
         if self.batch % parts:
@@ -257,6 +260,18 @@ class TrainOptions:
                 f"--batch: expected a multiple of {word} x accumulate = {readers} x {self.accumulate} = {parts}, "
                 f"got {self.batch}; try --batch {above}"
             )
+
+    def _of_config(self, world_size: int) -> str:
+        """Where the mesh is that of a plan's file: which, and what to do."""
+        if self.config is None or read_plan(self.config)["mesh"] != asdict(self.axes):
+            return ""
+        again = f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.batch} --config {self.config}"
+        return f"; the mesh is that of --config {self.config}: plan again with `{again}`"
+
+    def planned_otherwise(self, world_size: int) -> str:
+        """A sentence where the file of `config` was made for other ranks; "" where for these, or without one."""
+        axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
+        return "" if self.config is None else planned_otherwise(self.config, read_plan(self.config), axes)
 
     def to_dict(self) -> dict[str, Any]:
         """All options, ready for JSON."""

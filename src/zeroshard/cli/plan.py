@@ -9,6 +9,7 @@ Exit code 0: it fits; 1: it does not; 2: a mistake in the call.
 """
 
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
@@ -43,6 +44,10 @@ class Options(PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.global_batch is not None and self.global_batch < 1:
+            raise UsageError(f"--global-batch: expected a positive integer, got {self.global_batch}")
+        if not self.try_seconds >= 0:  # not a number is none, too
+            raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
         for name in ("global_batch", "lossy", "config", "offload_path"):
             if getattr(self, name) and not self.auto:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
@@ -79,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
         if options.out is not None:
             _write(Path(options.out), request, plans, verdict, sheets, notes)
-    except zs.ConfigError as error:
+    except zs.ZeroshardError as error:
         return report_error(str(error))
     if options.json:
         print(json.dumps(facts(request, verdict, found) | ({"reason": layouts.reason} if layouts is not None else {}), indent=2))
@@ -117,11 +122,12 @@ def _write(
     from ..simulator.simulate import simulate
     from ..simulator.timeline import draw_timeline
 
+    # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
+    done = simulate(plans[0].trace, request.hardware) if request.axes["pp"] == 1 else None
     make_folder(folder)
     draw_memory(verdict.plan, request, folder / "memory.png")
     pictures = {"Memory over one step": folder / "memory.png"}
-    if request.axes["pp"] == 1:  # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
-        done = simulate(plans[0].trace, request.hardware)
+    if done is not None:
         draw_timeline(done, folder / "timeline.png", verdict.plan.model)
         pictures["A step, simulated"] = folder / "timeline.png"
         notes = [*notes, f"Simulated: {done.step_s:.3g} s a step, {done.tflops:.3g} TFLOPS a device, {done.bound}."]
@@ -130,8 +136,11 @@ def _write(
 
 
 def make_folder(folder: Path) -> None:
+    """Raise UsageError for a folder in which nothing can be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise UsageError(f"--out: cannot create {folder}: {error.strerror}; name another folder") from None
 

@@ -7,6 +7,7 @@ The step is that of `zeroshard plan`: what the runtime does on imagined ranks, i
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +39,12 @@ class Options(PlanOptions):
     def swept(self, request: Request) -> dict[str, list[int]]:
         """Ranks and sequences of a rank to simulate."""
         found = {"ranks": [request.ranks], "batch": [request.rows]}
-        for part in (self.sweep or "").split(";") if self.sweep else ():
+        seen: set[str] = set()
+        for part in self.sweep.split(";") if self.sweep is not None else ():
             name, _, values = part.partition("=")
+            if name.strip() in seen:
+                raise UsageError(f"--sweep: expected each name once, got {name.strip()} twice in {self.sweep!r}")
+            seen.add(name.strip())
             if name.strip() not in SWEPT:
                 raise UsageError(f"--sweep: expected {' or '.join(f'{n}=8,16' for n in SWEPT)}, got {part!r}{closest(name, SWEPT)}")
             found[name.strip()] = [int(each) for each in _numbers("sweep", values)]
@@ -51,7 +56,7 @@ def _numbers(name: str, text: str) -> list[float]:
         found = [float(each) for each in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 0 or (name == "sweep" and any(each != int(each) or each < 1 for each in found)):
+    if not found or min(found) < 0 or not all(map(math.isfinite, found)) or (name == "sweep" and any(each % 1 or each < 1 for each in found)):
         raise UsageError(f"--{name}: expected positive numbers with commas between, got {text!r}")
     return found
 
@@ -68,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
             done = sweep(_maker(request), request.hardware, swept["ranks"], swept["batch"], utilisations, latencies)
             return _told_sweep(done, request, options)
         return _told(request, utilisations[0], latencies[0], options)
-    except zs.ConfigError as error:
+    except zs.ZeroshardError as error:
         return report_error(str(error))
 
 

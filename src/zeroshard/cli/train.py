@@ -81,6 +81,8 @@ def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
 def run(options: TrainOptions, ranks: Ranks) -> None:
     """Train, evaluate, sample, save and print the summary."""
     corpus = _prepare(options, ranks)
+    if ranks.first and (otherwise := options.planned_otherwise(ranks.world_size)):
+        print(f"zeroshard: {otherwise}", file=sys.stderr, flush=True)
     folder, path = _open_folder(options, ranks)
     console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = (MeshTrainer if options.axes.cuts_model else Trainer)(options, ranks, corpus)

@@ -72,13 +72,18 @@ class StagingPool:
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
         for number in self._in_turn():
-            if number < self.count and not self._buffers[number].taken and self._drained(number):
+            buffer = self._buffers[number]
+            if number < self.count and not buffer.taken and self._drained(number) and not self._just_given(buffer):
                 return self._prepare(number, numel, dtype, whole)
         return None
 
     def _in_turn(self) -> list[int]:
         """All buffers, those first that were never given back, or longest ago."""
         return sorted(range(len(self._buffers)), key=lambda number: self._buffers[number].given)
+
+    def _just_given(self, buffer: _Buffer) -> bool:
+        """Imagined peers read each other's shards as well, and are a little late: what was given last, they are still reading."""
+        return self.comm.imagined and self.comm.shares_memory and 0 < buffer.given == self._given
 
     def _prepare(self, number: int, numel: int, dtype: torch.dtype, whole: bool) -> tuple[int, Region]:
         buffer = self._buffers[number]

@@ -55,6 +55,14 @@ class Axes:
         return self.copies <= set(distribution.axes if distribution is not None else ())
 
 
+def model_axes(mesh: Any) -> dict[str, int]:
+    """Ranks along "pp" and "tp" of a mesh; {} of what is none."""
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        return {}
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return {axis: sizes.get(axis, 1) for axis in ("pp", "tp")}
+
+
 def axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[str, Any]) -> Axes:
     """What `zs.shard(mesh=)` or `zs.shard(comm=)` says. distributed: the model's DTensors by name.
 

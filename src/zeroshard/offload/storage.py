@@ -290,7 +290,8 @@ def _converting(numel: int, dtype: torch.dtype, tiers: Tiers) -> Iterator[int]:
 
 
 class _Imagined(Moved):
-    """Under way nowhere; who waits for it tells so."""
+    """Under way nowhere; who waits for it tells so. Done at once, as a fast disk's is: with gradients on a slow one real ranks take a
+    staging buffer more than a plan says."""
 
     def __init__(self, streams: Streams, ticket: Any) -> None:
         self.streams, self.ticket = streams, ticket

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..config import Config
+from ..config import Config, other_model_axes, planned_otherwise, read_plan
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..zero.runtime import runtime_of
@@ -72,6 +73,9 @@ def parallelize(
     sizes = _sizes(mesh)
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
+    planned = (config, read_plan(config)) if isinstance(config, (str, os.PathLike)) else None
+    if planned is not None:
+        _check_planned(*planned, mesh)
     config = Config.build(config, **options)
     chosen = _plan(model, plan, sizes["tp"])
     name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
@@ -88,6 +92,16 @@ def parallelize(
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss or next_token_loss, context)
+
+
+def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
+    """Raise ConfigError where a plan's file cuts the model otherwise; say it where it only has other ranks."""
+    sizes = _sizes(mesh)
+    text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
+    if other_model_axes(planned, sizes):
+        raise ConfigError(text)
+    if text and mesh.get_rank() == 0:
+        print(f"zeroshard: {text}", file=sys.stderr)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,12 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .. import api
 from ..activation_checkpointing.checkpoint import checkpoint_activations
@@ -33,18 +29,26 @@ from ..checkpoint.rank_file import ROTATING, Ring
 from ..checkpoint.saving import save
 from ..comm.fake import FakeComm, Imagination, imagination
 from ..config import Config, Tier
-from ..errors import ConfigError
+from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
 from ..simulator.trace import Resource, Trace
+from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..testing import imagined_mesh
 from ..zero.runtime import Runtime, runtime_of
+from ..zero.unit import Unit
+from .faults import NO_NUMBERS, first_line, told, where
 from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Recorder
 
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]
+_FIXED_SHAPES = "give zs.plan a model whose shapes do not depend on values, e.g. with experts of a fixed capacity, and without asserts on tensors."
+_SAME_SIZES = (
+    "plan with another optimizer whose states have the same sizes (two as large as the parameters: AdamW; one: SGD with momentum), or with "
+    "optimizer=None, and add its states by hand."
+)
 
 
 def plan(
@@ -80,28 +84,37 @@ def plan(
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
     token = imagination.set(kind)
     try:
-        _check_tp(axes, parallel or {}, checkpointing)
+        _check_options(axes, parallel or {}, checkpointing)
         with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:  # wherever it is asked: what is planned trains
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
             return run.plan(batch, checkpointing, name or type(model).__name__, separate)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ConfigError(
-            f"the model asks for numbers ({error.func}), and a plan has none: give zs.plan a model whose shapes do not depend on values, e.g. "
-            "with experts of a fixed capacity, and without asserts on tensors."
-        ) from error
+    except NO_NUMBERS as error:  # while it is made, or moved
+        raise ConfigError(f"the model asks for numbers ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
     finally:
         imagination.reset(token)
 
 
-def _check_tp(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
-    """What would have no effect is refused."""
+def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
+    """What is unknown or would have no effect is refused."""
+    _check_names("parallel", parallel, parallelize, ("model", "mesh", "optimizer", "micro_batches", "config", "options"))
+    _check_names("checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off"))
     if parallel and not any(axes[axis] > 1 for axis in MODEL_AXES):
         raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
     if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes["tp"] == 1:
         raise ConfigError(f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.')
+
+
+def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...]) -> None:
+    """Options of a verb of zs, of which those named `apart` are given otherwise."""
+    known = [name for name in inspect.signature(verb).parameters if name not in apart]
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what}: expected {'True, False or ' * (what == 'checkpointing')}options of zs.{verb.__name__} by name, got {given!r}.")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{what}: expected options of zs.{verb.__name__}, {', '.join(known)}; got {name!r}.{did_you_mean(name, known)}")
 
 
 def observe(
@@ -178,10 +191,13 @@ def _built(model_fn: Callable[[], nn.Module]) -> Iterator[nn.Module]:
     try:
         with torch.device("meta"):
             model = model_fn()
-    except (NotImplementedError, RuntimeError) as error:
+    except ZeroshardError:
+        raise
+    except Exception as error:
+        at = where(error) and f"{where(error)}: "
         raise ConfigError(
-            f"the model can not be built on the meta device: {error}. Values that its modules read while they are made (numbers, files) "
-            "must not come from parameters; make them with device='cpu', or in a function that is called later."
+            f"the model can not be built on the meta device: {at}{first_line(error)}. Values that its modules read while they are made "
+            "(numbers, files) must not come from parameters; make them with device='cpu', or in a function that is called later."
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"zs.plan: expected a function that returns a torch.nn.Module, got {type(model).__name__}.")
@@ -238,14 +254,14 @@ class _Run:
                         options["partition"] = mesh["tp"]
                     checkpoint_activations(runtime.model, **options)
             self._train(step, runtimes, batch, operators)
-            text = self._report
+            text, units = self._report, {unit.name: _numel(unit) for runtime in runtimes for unit in runtime.units}
             tokens = self._tokens
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
         phases = tuple(self._phase(phase, separate) for phase in PHASES)
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
-            tuple(recorder.moments), recorder.trace, text, self.sent, self.activations,
+            tuple(recorder.moments), recorder.trace, text, self.sent, self.activations, units,
         )  # fmt: skip
 
     def _phase(self, name: str, separate: bool) -> Phase:
@@ -268,7 +284,11 @@ class _Run:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
                 raise ConfigError("whole: expected a function that makes the model anew; this one was built before, and would be changed.")
-        optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
+        with self._told("optimizer: the function that makes it"):
+            optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
+        if not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
+            raise ConfigError(f"optimizer: expected a function that returns a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+        stepping = f"{type(optimizer).__name__}.step"
         comm = None if self.real else FakeComm(self.rank, self.axes["dp"])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)
         self.model, self.optimizer, loss = model, optimizer, self.loss or _next_token
@@ -277,25 +297,44 @@ class _Run:
             for number, each in enumerate(batches):
                 held = self.hold and number + 1 < len(batches)
                 with api.accumulate(model) if held else contextlib.nullcontext():
-                    (loss(model, each) / len(batches)).backward()
+                    self._backward(loss, model, each, len(batches))
             self.recorder.computed()
             if optimizer is not None:
-                optimizer.step()
+                with self._told(stepping, _SAME_SIZES):
+                    optimizer.step()
                 optimizer.zero_grad()
 
         return step, [runtime_of(model)]
+
+    def _backward(self, loss: Loss, model: nn.Module, batch: Any, micro_batches: int) -> None:
+        with self._told("forward"):
+            found = loss(model, batch)
+            if not isinstance(found, Tensor):
+                raise ConfigError(f"loss: expected a function that returns a tensor of one number, got {type(found).__name__}.")
+            found = found / micro_batches
+        with self._told("backward"):
+            found.backward()
+
+    def _told(self, what: str, remedy: str = _FIXED_SHAPES) -> contextlib.AbstractContextManager[None]:
+        return told(what, lambda: self.recorder.unit, remedy)
 
     def _meshed(self, mesh: Any) -> tuple[Callable[[Any], None], list[Runtime]]:
         run = parallelize(
             self.model, mesh, optimizer=self.make_optimizer, micro_batches=self.micro_batches, config=self.config, **self.parallel
         )
 
+        stepping = getattr(self.make_optimizer, "__name__", "the optimizer")
+
         def step(batches: list[Any]) -> None:
+            if not all(isinstance(each, Tensor) for each in batches):
+                raise ConfigError(f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}.")
             tokens = torch.cat(batches)
-            run.backward(tokens, tokens)
+            with self._told("forward and backward"):
+                run.backward(tokens, tokens)
             self.recorder.computed()
             for each in run.optimizers:
-                each.step()
+                with self._told(f"{stepping}.step", _SAME_SIZES):
+                    each.step()
                 each.zero_grad()
             self.sent = {axis: round(nbytes) for axis, nbytes in run.traffic.counted.items()}
 
@@ -310,7 +349,8 @@ class _Run:
                 if number == 1:
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
                     before = [dict((kind, t.nbytes) for kind, t in runtime.ledger.traffic.items()) for runtime in runtimes]
-                batches = [_make(batch) for _ in range(self.micro_batches)]
+                with self._told("batch: the function that makes it"):
+                    batches = [_make(batch) for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
                 step(batches)
                 del batches
@@ -344,6 +384,10 @@ class _Run:
         return Groups(axes, mesh["pp"].get_local_rank(), link("pp"))
 
 
+def _numel(unit: Unit) -> int:
+    return sum(round_up(slot.numel, ALIGNMENT) for group in unit.groups for slot in group.layout.slots)
+
+
 def _make(batch: Any) -> Any:
     if callable(batch):
         return batch()
@@ -353,8 +397,11 @@ def _make(batch: Any) -> Any:
 
 def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     output = model(tokens)
-    logits = output if isinstance(output, Tensor) else output.logits if hasattr(output, "logits") else output[0]
-    return next_token_loss(logits, tokens)
+    logits = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else output)
+    if not isinstance(logits, Tensor) or logits.ndim not in (0, 3):
+        got = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise ConfigError(f"model: expected logits (rows, seq, tokens), or a loss, from tokens (rows, seq); got {got}. Another loss: zs.plan(loss=...).")
+    return logits if logits.ndim == 0 else next_token_loss(logits, tokens)
 
 
 def _follow(runtime: Runtime, recorder: Recorder) -> Iterator[Any]:

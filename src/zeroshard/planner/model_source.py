@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import importlib
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from ..errors import ConfigError, did_you_mean
 from ..models import CASE_STUDIES, GPT, GPTConfig
 from .experts import group_experts
+from .faults import first_line, where
 
 SHAPES = Path(__file__).with_name("shapes.csv")
 QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)  # `zeroshard train` without options
@@ -67,7 +67,7 @@ class ModelSource:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self.name}: cannot be built on the meta device: {_where(error)}{type(error).__name__}: {_line(error)}. A constructor "
+                f"{self.name}: cannot be built on the meta device: {_at(error)}{type(error).__name__}: {first_line(error)}. A constructor "
                 "must not read values of tensors, or move them: compute from numbers there, and load weights afterwards."
             ) from error
         if not isinstance(model, nn.Module):
@@ -171,8 +171,8 @@ def _configuration(path: Path) -> ModelSource:
     transformers = _transformers(str(path))
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {_line(error)}.") from error
+    except Exception as error:  # its validators raise errors of their own
+        raise ConfigError(f"model: expected a Hugging Face configuration in {file}: {first_line(error)}.") from error
     text = config.get_text_config()
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping or not getattr(text, "vocab_size", None):
         raise ConfigError(
@@ -213,15 +213,17 @@ def _transformers(name: str) -> Any:
 def _function(text: str) -> ModelSource:
     """The user's own, found as Python finds modules, first in the working directory."""
     module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"model: expected module:function, got {text!r}.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
-        what = "there is no such module" if isinstance(error, ModuleNotFoundError) and error.name == module_name else _line(error)
+    except (Exception, SystemExit) as error:  # a script may end itself
+        what = "there is no such module" if isinstance(error, ModuleNotFoundError) and error.name == module_name else first_line(error)
         raise ConfigError(
-            f"model: cannot import {module_name!r} of {text!r}: {_where(error)}{what}. It is looked for in {here} and in the environment."
+            f"model: cannot import {module_name!r} of {text!r}: {_at(error)}{what}. It is looked for in {here} and in the environment."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -244,16 +246,7 @@ def _first(config: Any, known: tuple[str, ...]) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
-def _line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__).rstrip(".")
-
-
-def _where(error: BaseException) -> str:
-    """"in Head (model.py:12): ", of the innermost module at work; "" where there is none."""
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        owner, file = frame.f_locals.get("self"), Path(frame.f_code.co_filename)
-        if isinstance(owner, nn.Module) and Path(torch.__file__).parent not in file.parents:
-            found = f"in {type(owner).__name__} ({file.name}:{line}): "
-    return found
+def _at(error: BaseException) -> str:
+    """"in Head (model.py:12): "; "" where nobody's own code was at work."""
+    place = where(error)
+    return place and f"{place}: "

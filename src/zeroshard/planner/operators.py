@@ -22,6 +22,7 @@ from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
 from ..simulator.trace import Resource, Trace
 from ..tensor.sharded_tensor import ShardedTensor
+from .faults import check_dtypes
 from .recorder import Recorder
 
 _FLOPS = {  # of operators that torch's table lacks
@@ -67,6 +68,7 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(kind, self.subclasses) for kind in types):
             return NotImplemented  # first what it makes of it
+        check_dtypes(func, args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "_c10d_functional":
             self._collective(func, args, result)

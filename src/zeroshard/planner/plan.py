@@ -46,7 +46,8 @@ class Plan:
     """Of one rank.
 
     axes: ranks along each axis of the mesh. trace: of the second step. report: the runtime's own, after it. sent: bytes that this
-    rank sends in a step, by axis. activations: bytes that a micro-batch keeps for backward, by unit.
+    rank sends in a step, by axis. activations: bytes that a micro-batch keeps for backward, by unit. units: elements of their parameters,
+    each rounded up as it lies in a flat buffer, whatever the number of ranks; of the whole model, but for a stage of a pipeline.
     """
 
     model: str
@@ -63,6 +64,7 @@ class Plan:
     report: Report
     sent: dict[str, int]
     activations: dict[str, int] = field(default_factory=dict)
+    units: dict[str, int] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:

@@ -10,6 +10,7 @@ DeepSpeed itself passes over the section that it does not know.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def section(layout: Layout, offload_path: str | None = None) -> dict[str, Any]:
     _check(layout, offload_path)
     kept = {"blocks": {"offload": "none"}, "partitioned": {"offload": "none", "partition": True}, "host": {"offload": "cpu"}}
     return {
-        "shard": layout.options(offload_path), "mesh": layout.mesh, "micro_batch": layout.micro_batch,
+        "shard": layout.options(offload_path), "mesh": layout.mesh, "node_size": min(layout.node_size, math.prod(layout.mesh.values())),
+        "micro_batch": layout.micro_batch,
         "micro_batches": layout.micro_batches, "global_batch": layout.sequences,
         "checkpoint_activations": kept.get(layout.checkpointing),
     }  # fmt: skip

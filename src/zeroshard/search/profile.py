@@ -247,26 +247,19 @@ class Profile:
         """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
         seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
-        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1. Numbers of
-        elements are those of whole buffers, padding counted.
+        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
             raise ConfigError(f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}.")
         itemsize, micro = plan.config.compute_dtype.itemsize, max(plan.tokens // plan.micro_batches, 1)
-        numels: dict[str, float] = {}
         flops: dict[str, float] = {}
         kernels: dict[str, int] = {}
         for task in plan.trace.tasks:
-            if not task.unit:
-                continue
-            numels.setdefault(task.unit, 0)
-            if task.name.startswith("reduce ") and task.phase == "backward":
-                name = task.name.removeprefix("reduce ").partition(" (torch.")[0]
-                numels[name] = numels.get(name, 0) + sum(task.nbytes.values()) * task.peers / (task.peers - 1) / plan.micro_batches
-            if task.phase == "forward" and Resource.DEVICE in task.nbytes:
+            if task.unit and task.phase == "forward" and Resource.DEVICE in task.nbytes:
                 flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches
                 kernels[task.unit] = kernels.get(task.unit, 0) + task.kernels
-        sizes = {name: round(nbytes / itemsize) for name, nbytes in numels.items()}
+        unused = [name for name in plan.units if name not in flops]
+        sizes = {name: plan.units[name] for name in (*unused, *flops)}  # in the order of forward
         common = max(set(sizes.values()), key=list(sizes.values()).count)
         kept = (checkpointed or plan).activations
         blocks = {name for name, numel in sizes.items() if numel == common and name != ROOT}

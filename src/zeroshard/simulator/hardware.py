@@ -19,10 +19,12 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ..config import PRECISIONS
 from ..errors import ConfigError, did_you_mean
 from .trace import Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
+_OTHERS = {"str": (str, "a text"), "Mapping": (Mapping, "a table"), "tuple": ((list, tuple), "a list of numbers")}  # types of fields
 NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from outside
 
 
@@ -40,6 +42,8 @@ class Curve:
     def __post_init__(self) -> None:
         object.__setattr__(self, "flops", tuple(self.flops))
         object.__setattr__(self, "fraction", tuple(self.fraction))
+        if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in (*self.flops, *self.fraction)):
+            raise ConfigError(f"efficiency: expected lists of numbers, got {self.fraction} at {self.flops}")
         if not self.flops or len(self.flops) != len(self.fraction) or list(self.flops) != sorted(set(self.flops)):
             raise ConfigError(f"efficiency: expected as many fractions as ascending flops, got {self.fraction} at {self.flops}")
         if self.flops[0] <= 0 or not all(0 < each <= 1 for each in self.fraction):
@@ -267,7 +271,13 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
     needed = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in needed if name not in table]:
         raise ConfigError(f"{where}: no {missing[0]!r}. Needed: {', '.join(needed)}.")
-    numbers = dict(table) | {f"peak_flops.{k}": v for k, v in dict(table.get("peak_flops", {})).items()}
+    for key, value in table.items():
+        expected, words = _OTHERS.get(known[key].type.partition("[")[0], (object, ""))
+        if not isinstance(value, expected):
+            raise ConfigError(f"{where}: {key}: expected {words}, got {value!r}")
+    if unknown := [key for key in table.get("peak_flops", {}) if key not in PRECISIONS]:
+        raise ConfigError(f"{where}: peak_flops: expected some of {', '.join(PRECISIONS)}, got {unknown[0]!r}.{did_you_mean(unknown[0], PRECISIONS)}")
+    numbers = dict(table) | {f"peak_flops.{k}": v for k, v in table.get("peak_flops", {}).items()}
     for key, value in numbers.items():
         may_be_zero = key in ("disk_nbytes", "overhead_nbytes", "latency_s", "kernel_latency_s")
         kinds = known[key].type if key in known else "float"
@@ -275,6 +285,8 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
             isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or may_be_zero and value == 0)
         ):
             raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")
+        if kinds == "int" and value != int(value):
+            raise ConfigError(f"{where}: {key}: expected a whole number, got {value!r}")
         if kinds == "bool" and not isinstance(value, bool):
             raise ConfigError(f"{where}: {key}: expected true or false, got {value!r}")
     return dict(table)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,3 +53,14 @@ def _count_idle_nodes() -> None:
 
 
 _count_idle_nodes()
+
+
+@contextlib.contextmanager
+def without_fake_logs() -> Iterator[None]:
+    """Errors of operators on fake tensors are raised; torch would also log a page of its internals for each."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -28,6 +28,7 @@ from ..mesh.topology import Topology
 from ..offload.storage import Tiers
 from ..utils.host import host_identity
 from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import without_fake_logs
 from .auto_wrap import partition
 from .parameter import ParamSpec
 from .rank_consistency import optimizer_groups
@@ -133,7 +134,7 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
 
     args, named = ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
     try:
-        with mode, torch.random.fork_rng(devices=[]):
+        with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
             fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
             own = {value.untyped_storage()._cdata for value in fake.values()}
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -144,7 +145,7 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
         raise
     except Exception as error:
         raise ConfigError(
-            f"sample: the model's forward of it failed on tensors without memory: {type(error).__name__}: {error}. Give inputs as "
+            f"sample: the model's forward of it failed on tensors without memory: {type(error).__name__}: {str(error).rstrip('.')}. Give inputs as "
             "model(*sample) takes them; a forward that asks for values needs stage='auto' without a sample."
         ) from error
     low = config.compute_dtype.itemsize

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...config import PLAN, cuts_model
+from ...config import PLAN, cuts_model, planned_otherwise
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import (
     CommsLoggerConfig,
@@ -160,8 +160,8 @@ class DeepSpeedConfig:
         self._param_dict = read_config(config)
         self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
         given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
-        self.planned_options = _planned_options(given)
         self.notes: list[str] = []
+        self.planned_options = self._planned_options(given, config if isinstance(config, (str, os.PathLike)) else "the configuration")
         if isinstance(given.get("zero_optimization"), bool):
             self.notes.append("zero_optimization as true or false is deprecated: it is read as stage 1 or 0.")
             given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
@@ -179,6 +179,22 @@ class DeepSpeedConfig:
                 self.notes.append(
                     f"zero_optimization.{name} has no effect: it needs stage {lowest}, got {self.zero_optimization_stage}."
                 )
+
+    def _planned_options(self, given: dict[str, Any], path: object) -> dict[str, Any]:
+        """Options of zs.shard in the section that `zeroshard plan --auto` writes, which is taken out: it is not DeepSpeed's."""
+        plan = {"mesh": {}, **_section(given, PLAN)}
+        given.pop(PLAN, None)
+        if cuts_model(plan):
+            raise DeepSpeedConfigError(
+                f"{PLAN}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
+                "or plan for data parallelism alone."
+            )
+        otherwise = planned_otherwise(path, plan, {"dp": self.world_size}) if plan["mesh"] else ""
+        batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        if otherwise and all(given.get(name) is not None for name in batches):  # of so many ranks and no others
+            raise DeepSpeedConfigError(f"{otherwise}, or leave out {batches[0]}.")
+        self.notes += [otherwise] if otherwise else []
+        return dict(_section(plan, "shard", within=PLAN))
 
     def _read_plain(self, given: Mapping[str, Any]) -> None:
         """Keys at the top that are one value."""
@@ -337,18 +353,6 @@ class DeepSpeedConfig:
             if not attribute.startswith("_"):
                 print(f"{name}.{attribute} = {value}", file=sys.stderr)
         self.print_user_config()
-
-
-def _planned_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of zs.shard in the section that `zeroshard plan --auto` writes, which is taken out: it is not DeepSpeed's."""
-    plan = _section(given, PLAN)
-    given.pop(PLAN, None)
-    if plan and cuts_model({"mesh": {}, **plan}):
-        raise DeepSpeedConfigError(
-            f"{PLAN}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
-            "or plan for data parallelism alone."
-        )
-    return dict(_section(plan, "shard", within=PLAN))
 
 
 _said: set[str] = set()
