@@ -36,6 +36,7 @@ LAYERS = (
     ("simulator",),  # hardware, and a step's tasks in time
     ("planner",),  # the runtime on imagined ranks: what it holds and does
     ("search",),  # for the layout that trains fastest
+    ("remedies",),  # what would make a plan fit
     ("papers",),  # published tables, reproduced
     ("integrations",),
     ("deepspeed",),  # zeroshard.deepspeed, which shows integrations/deepspeed

@@ -21,7 +21,7 @@ import zeroshard as zs
 from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.request import Request, Verdict, gib, judge
-from ..search.remedies import Remedy, remedies
+from ..remedies.remedy import Remedy, remedies
 from . import auto, report_error
 from .arguments import UsageError
 from .plan_options import PlanOptions, _option, parse

@@ -19,6 +19,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from ..errors import ConfigError, ZeroshardError
 from ..utils.torch_compat import without_fake_logs
 
+
+class OutOfTime(TimeoutError):
+    """A dry run takes longer than it was given."""
+
+
 NO_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 _TORCH, _HERE = Path(torch.__file__).parent, Path(__file__).parent
 _MODELS = _HERE.parent / "models"
@@ -68,7 +73,7 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
     try:
         with without_fake_logs():
             yield
-    except ZeroshardError:
+    except (ZeroshardError, OutOfTime):
         raise
     except Exception as error:
         cause, own = error, unit()

@@ -20,6 +20,7 @@ from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
 from ..simulator.trace import Resource, Task, Trace
+from .faults import OutOfTime
 from .meter import Meter
 from .plan import Moment
 
@@ -27,7 +28,7 @@ _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,
     (Tier.DISK, Tier.HOST): Resource.READ, (Tier.HOST, Tier.DISK): Resource.WRITE,
 }  # fmt: skip
-deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of time.monotonic(): later, a dry run ends with TimeoutError
+deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of time.monotonic(): later, a dry run ends with OutOfTime
 
 
 class Recorder(Watcher):
@@ -110,7 +111,7 @@ class Recorder(Watcher):
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         if time.monotonic() > self._deadline:
-            raise TimeoutError("the dry run was to be over by now")
+            raise OutOfTime("the dry run was to be over by now")
         number = self.trace.add(task)
         if last:
             self._last = (number,)

@@ -18,17 +18,18 @@ from typing import Any
 
 from ..config import Tier
 from ..errors import ConfigError
+from ..planner.faults import OutOfTime
 from ..planner.plan import Plan
 from ..planner.recorder import deadline
 from ..planner.request import Request, Verdict, gib, judge
+from ..search.layout import Layout
+from ..search.memory import activations, in_flight, memory_of
+from ..search.requested import layout_of, profile_of
+from ..search.schedule import trace_of
+from ..search.search import bound, plainness, timed
 from ..simulator.simulate import simulate
 from ..simulator.trace import Resource, Trace
 from .changes import KINDS, changes, flags
-from .layout import Layout
-from .memory import activations, in_flight, memory_of
-from .requested import layout_of, profile_of
-from .schedule import trace_of
-from .search import bound, plainness, timed
 
 ENOUGH = 3  # remedies that are shown
 _MOST_CHANGES = 4  # of one remedy
@@ -74,7 +75,7 @@ def remedies(request: Request, plans: Sequence[Plan], seconds: float = 60.0) -> 
         while left and len(confirmed) < ENOUGH:
             confirmed += _tried(formulas, plans, left[0])
             left = left[1:]
-    except TimeoutError:  # of left[0] formulas are all that is known
+    except OutOfTime:  # of left[0] formulas are all that is known
         pass
     except ConfigError:  # a model of which there is no profile
         return []

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..config import Tier
 from ..planner.request import FLAGS, Request
-from .requested import CHECKPOINTING, layout_of
-from .search import TIERS
+from ..search.requested import CHECKPOINTING, layout_of
+from ..search.search import TIERS
 
 _TIMES = (2, 4, 8, 16)
 _FIELDS = ("axes", "rows", "checkpointing")  # of a request, beside its options

@@ -8,12 +8,13 @@ from planned import MIB, hardware, request
 
 from zeroshard.memory.ledger import GATHERED
 from zeroshard.models import GPT, GPTConfig
+from zeroshard.planner.faults import OutOfTime
 from zeroshard.planner.plan import ACTIVATIONS
 from zeroshard.planner.recorder import deadline
 from zeroshard.planner.request import Request, judge
-from zeroshard.search import remedies as module
-from zeroshard.search.changes import KINDS, changes, flags
-from zeroshard.search.remedies import ENOUGH, remedies
+from zeroshard.remedies import remedy as module
+from zeroshard.remedies.changes import KINDS, changes, flags
+from zeroshard.remedies.remedy import ENOUGH, remedies
 
 FINE = {"stage": 3, "precision": "bf16", "max_unit_numel": 1 << 14}  # nothing left to split
 
@@ -90,7 +91,7 @@ def test_where_no_change_suffices_alone_several_do_and_none_is_idle():
 
 def test_where_there_is_no_time_for_a_dry_run_formulas_say_what_fits(stage_0, monkeypatch):
     def late(self):
-        raise TimeoutError
+        raise OutOfTime
 
     monkeypatch.setattr(Request, "plans", late)
     asked = short(request(), stage_0, 20 * MIB)
@@ -105,7 +106,7 @@ def test_where_there_is_no_time_for_a_dry_run_formulas_say_what_fits(stage_0, mo
 def test_a_dry_run_that_takes_too_long_is_given_up():
     token = deadline.set(0.0)
     try:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(OutOfTime):
             request().plans()
     finally:
         deadline.reset(token)
