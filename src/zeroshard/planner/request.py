@@ -156,3 +156,8 @@ def gib(nbytes: float) -> str:
     """In GiB, in as many digits as tell something."""
     amount = nbytes / GIB
     return f"{amount:,.1f}" if amount >= 1 else f"{amount:.3g}"
+
+
+def gb(nbytes: float) -> str:
+    """In GB, three digits or more."""
+    return f"{nbytes / 1e9:,.0f}" if nbytes >= 1e12 else f"{nbytes / 1e9:.3g}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config import Tier
 from ..simulator.trace import Resource, Task
 from .plan import PHASES, Plan
-from .request import Request, Verdict
+from .request import Request, Verdict, gb
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {
@@ -115,7 +115,7 @@ def headline(request: Request, verdict: Verdict) -> str:
     batch = f"{request.micro_batches} x {request.rows} x {request.seq:,} tokens"
     return (
         f"{plan.model} ({count(plan.num_parameters)} parameters) on {request.ranks:,} {request.hardware.name}{mesh}, stage "
-        f"{config.stage}, {config.precision}, {batch} a rank: {verdict}; sends {sum(plan.sent.values()) / 1e9:,.3g} GB a step"
+        f"{config.stage}, {config.precision}, {batch} a rank: {verdict}; sends {gb(sum(plan.sent.values()))} GB a step"
     )
 
 

@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..planner.faults import OutOfTime
 from ..planner.plan import Plan
 from ..planner.recorder import deadline
-from ..planner.request import Request, Verdict, gib, judge
+from ..planner.request import Request, Verdict, gb, gib, judge
 from ..search.layout import Layout
 from ..search.memory import activations, in_flight, memory_of
 from ..search.requested import layout_of, profile_of
@@ -273,15 +273,15 @@ def _cost(old: _Step, new: _Step) -> str:
     said = [f"{new.seconds:.3g} s a step, not {old.seconds:.3g}"]
     sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
-        said.append(f"sends {sent[1] / 1e9:,.3g} GB a step, not {sent[0] / 1e9:,.3g}")
+        said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")
     computed = [sum(task.flops for task in step.trace.tasks) for step in (old, new)]
     if computed[1] > _LOADED * computed[0]:
         said.append(f"computes {computed[1] / computed[0] - 1:.0%} more")
     for where, ways in _COPIES.items():
         moved = [sum(step.trace.total(way) for way in ways) for step in (old, new)]
         if moved[1] > _LOADED * moved[0]:
-            instead = f", not {moved[0] / 1e9:,.3g}" if moved[0] else ""
-            said.append(f"moves {moved[1] / 1e9:,.3g} GB to and from the {where}{instead}")
+            instead = f", not {gb(moved[0])}" if moved[0] else ""
+            said.append(f"moves {gb(moved[1])} GB to and from the {where}{instead}")
     if new.host > old.host:
         said.append(f"takes {gib(new.host)} GiB of host memory a rank")
     if new.ranks > old.ranks:

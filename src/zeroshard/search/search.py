@@ -20,6 +20,7 @@ from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..planner.plan import Plan
+from ..planner.request import gb
 from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
 from ..simulator.trace import Resource, Task, Trace
@@ -376,7 +377,7 @@ def _verified(
 
 
 def _gb(nbytes: float) -> str:
-    return f"{nbytes / 1e9:.3g} GB"
+    return f"{gb(nbytes)} GB"
 
 
 def _reason(profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]) -> str:
