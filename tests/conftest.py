@@ -14,6 +14,11 @@ import signal
 import threading
 
 import pytest
+
+# the command line takes all cores: threads that wait in a loop for the next product take five times the processor time of the work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+
+import rank_server
 import torch
 from offloading import emptied, strict_devices
 
@@ -80,11 +85,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
 
 
-def pytest_collection_finish():
-    """What is imported by now stays: no collection of garbage shall go through it again."""
+def pytest_collection_finish(session):
+    """What is imported by now stays: no collection of garbage shall go through it again, and no rank import it."""
     import torch._dynamo  # noqa: F401
     gc.collect()
     gc.freeze()
+    if not session.config.option.collectonly:
+        rank_server.start()
 
 
 def _limit_of(item) -> float:

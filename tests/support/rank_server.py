@@ -1,0 +1,47 @@
+"""The server whose forks are the ranks of `run_processes` is a fork of this process, after collection.
+
+Python's own fork server is a fresh interpreter: it imports torch again, and each rank its test file, with transformers where that asks for
+it. A fork has them all, of 5 s of a core a server and up to 2 s a rank nothing is left. This is done where a fork is safe: once, before the
+first test, when no thread but those of pytest-xdist and no team of OpenMP has been started.
+"""
+
+import os
+import sys
+from multiprocessing import forkserver, resource_tracker, util
+
+
+def start() -> None:
+    """Start it, if the system is Linux; elsewhere the first rank starts Python's own."""
+    if sys.platform != "linux":
+        return
+    resource_tracker.ensure_running()
+    plain, util.spawnv_passfds = util.spawnv_passfds, _fork
+    try:
+        forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = plain
+
+
+def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
+    """As `spawnv_passfds`: a process that runs the last argument, Python's text, and has these files open. Returns its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        kept = {0, 1, 2, *open_fds}
+        for number in map(int, os.listdir("/proc/self/fd")):  # pytest's and xdist's: an end of a pipe that stays open ends nothing
+            if number not in kept:
+                _close(number)
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False, buffering=1) for number, mode in enumerate("rww"))
+        forkserver._forkserver.__init__()  # its lock is held, above
+        resource_tracker._resource_tracker.__init__()
+        exec(arguments[-1], {})
+    finally:
+        os._exit(0)  # the frames of pytest above this one are not left
+
+
+def _close(number: int) -> None:
+    try:
+        os.close(number)
+    except OSError:  # the listing's own
+        pass
