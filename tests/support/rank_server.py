@@ -5,6 +5,7 @@ it. A fork has them all, of 5 s of a core a server and up to 2 s a rank nothing 
 first test, when no thread but those of pytest-xdist and no team of OpenMP has been started.
 """
 
+import contextlib
 import os
 import sys
 from multiprocessing import forkserver, resource_tracker, util
@@ -28,10 +29,11 @@ def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
     if pid:
         return pid
     try:
-        kept = {0, 1, 2, *open_fds}
-        for number in map(int, os.listdir("/proc/self/fd")):  # pytest's and xdist's: an end of a pipe that stays open ends nothing
-            if number not in kept:
-                _close(number)
+        for number in map(int, os.listdir("/proc/self/fd")):  # of pytest and xdist: an end of a pipe that stays open ends nothing
+            if number not in (0, 1, 2, *open_fds):
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.fstat(number)
+                    os.dup2(2, number)  # not closed: a logger may hold pytest's stream, and would write into what has its number next
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False, buffering=1) for number, mode in enumerate("rww"))
         forkserver._forkserver.__init__()  # its lock is held, above
         resource_tracker._resource_tracker.__init__()
@@ -39,9 +41,3 @@ def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
     finally:
         os._exit(0)  # the frames of pytest above this one are not left
 
-
-def _close(number: int) -> None:
-    try:
-        os.close(number)
-    except OSError:  # the listing's own
-        pass
