@@ -37,9 +37,9 @@ LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
     "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
     "engine", "examples", "plans", "equivalence", "tensor_parallel", "parallel_volumes", "pipeline", "equivalence_wide", "processes",
-    "failures", "uneven_data", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
+    "failures", "plan_command", "checkpoint_kept", "uneven_data", "freezing", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
-    "checkpoint_edges", "load_memory",
+    "checkpoint_edges", "load_memory", "door", "tiling_experts", "checkpoint_loading", "late_gradients", "saving_by_others", "process_exit",
     "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",
     "cpu_kernels", "activations", "models", "bench_tiers", "importers", "tiers", "checkpoint", "bench", "checkpoint_format",
     "init_context", "training_loops", "host_memory", "async_file", "tiers_options", "life_cycle",
