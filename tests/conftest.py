@@ -85,13 +85,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
 
 
-def pytest_collection_finish(session):
-    """What is imported by now stays: no collection of garbage shall go through it again, and no rank import it."""
+def pytest_collection_finish():
+    """What is imported by now stays: no collection of garbage shall go through it again."""
     import torch._dynamo  # noqa: F401
     gc.collect()
     gc.freeze()
-    if not session.config.option.collectonly:
-        rank_server.start()
 
 
 def _limit_of(item) -> float:
@@ -155,6 +153,12 @@ def forked_teams(monkeypatch):
     if "forkserver" in multiprocessing.get_all_start_methods():
         plain = multiprocessing.get_context
         monkeypatch.setattr(multiprocessing, "get_context", lambda method: plain("forkserver" if method == "spawn" else method))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_forks():
+    """Before the first test, with pytest's capture on: what ranks print is captured as well."""
+    rank_server.start()
 
 
 @pytest.fixture(autouse=True, scope="session")
