@@ -1,8 +1,8 @@
 """The server whose forks are the ranks of `run_processes` is a fork of this process, after collection.
 
-Python's own fork server is a fresh interpreter: it imports torch again, and each rank its test file, with transformers where that asks for
-it. A fork has them all, of 5 s of a core a server and up to 2 s a rank nothing is left. This is done where a fork is safe: once, before the
-first test, when no thread but those of pytest-xdist and no team of OpenMP has been started.
+Python's own fork server is a fresh interpreter: it imports torch again, and each rank its test file, with transformers where
+that asks for it. A fork has them all: 5 s of a core for each server and up to 2 s for a rank are saved. It is made where that is
+safe: once, before the first test, when no thread but those of pytest-xdist and no team of OpenMP has been started.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
             if number not in (0, 1, 2, *open_fds):
                 with contextlib.suppress(OSError):  # the listing's own
                     os.fstat(number)
-                    os.dup2(2, number)  # not closed: a logger may hold pytest's stream, and would write into what has its number next
+                    os.dup2(2, number)  # not closed: a logger that holds pytest's stream would write into the number's next file
         sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False, buffering=1) for number, mode in enumerate("rww"))
         forkserver._forkserver.__init__()  # its lock is held, above
         resource_tracker._resource_tracker.__init__()
