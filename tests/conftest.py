@@ -14,6 +14,11 @@ import signal
 import threading
 
 import pytest
+
+# the command line takes all cores: threads that wait in a loop for the next product take five times the processor time of the work
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported
+
+import rank_server
 import torch
 from offloading import emptied, strict_devices
 
@@ -32,9 +37,9 @@ LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
     "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
     "engine", "examples", "plans", "equivalence", "tensor_parallel", "parallel_volumes", "pipeline", "equivalence_wide", "processes",
-    "failures", "uneven_data", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
+    "failures", "plan_command", "checkpoint_kept", "uneven_data", "freezing", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",
-    "checkpoint_edges", "load_memory",
+    "checkpoint_edges", "load_memory", "door", "tiling_experts", "checkpoint_loading", "late_gradients", "saving_by_others", "process_exit",
     "tiers_fake", "precision", "checkpoint_faults", "checkpoint_damage", "save", "export", "tiling", "activation_memory",
     "cpu_kernels", "activations", "models", "bench_tiers", "importers", "tiers", "checkpoint", "bench", "checkpoint_format",
     "init_context", "training_loops", "host_memory", "async_file", "tiers_options", "life_cycle",
@@ -148,6 +153,12 @@ def forked_teams(monkeypatch):
     if "forkserver" in multiprocessing.get_all_start_methods():
         plain = multiprocessing.get_context
         monkeypatch.setattr(multiprocessing, "get_context", lambda method: plain("forkserver" if method == "spawn" else method))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_are_forks():
+    """Before the first test, with pytest's capture on: what ranks print is captured as well."""
+    rank_server.start()
 
 
 @pytest.fixture(autouse=True, scope="session")

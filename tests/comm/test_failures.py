@@ -6,6 +6,7 @@ the one that computes. Every run has a hard time limit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -199,8 +200,12 @@ sys.path.insert(0, {tests!r})
 import test_failures
 from test_failures import *
 test_failures.STALL_S = 20.0  # nobody stalls here, however busy the machine is
-rank = int(os.environ["RANK"])
 torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # torch imports half of itself here: once, not in each child
+rank = 0 if os.fork() else 1
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+if rank == 1:  # what it says is not asked for
+    for number in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 for port, (comm, act) in zip({ports}, CASES):
     child = os.fork()
     if child == 0:
@@ -235,18 +240,15 @@ CASES = [(comm, act) for comm in COMMS for act in ENDS]
 def told():
     """What rank 0 prints of every case; rank 1 ends as a script does, with its interpreter."""
     script = SCRIPT.format(tests=str(Path(__file__).parent), ports=[free_port() for _ in CASES])
-    children = []
-    for rank in range(2):
-        environment = os.environ | rank_environment(rank, 2, 1) | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", script]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        children.append(subprocess.Popen(command, env=environment, **pipes))
+    environment = os.environ | rank_environment(0, 2, 1) | {"OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    script = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True, **pipes)
     try:
-        return children[0].communicate(timeout=150)[0]
+        return script.communicate(timeout=150)[0]
     finally:
-        for child in children:
-            child.kill()
-            child.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.communicate()
 
 
 @pytest.mark.processes

@@ -1,6 +1,7 @@
 """Programs for Accelerate, Lightning and Fabric on DeepSpeed's interface: two ranks have the numbers of one process of torch."""
 
 import importlib.util
+import sys
 import warnings
 
 import pytest
@@ -25,6 +26,8 @@ def installed():
     """What a child does first, as `python -m zeroshard.deepspeed` does."""
     from zeroshard.deepspeed import install
 
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "lightning", "transformers")]:
+        del sys.modules[name]  # this child is a fork of a process that may have them, where they found no deepspeed
     install()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
