@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -132,10 +133,13 @@ def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd,
 # elsewhere the launcher promises less: ranks of one that is killed end when they next find their peers gone
 @pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is of Linux")  # elsewhere launch.py sets none
 def test_ranks_die_with_a_killed_launcher(tmp_path):
-    shutil.copy(launch.__file__, tmp_path / "launch_alone.py")  # needs no torch, so these processes start at once
+    for name in ("launch.py", "memory/host_memory.py"):  # without the package's torch these processes start at once
+        target = tmp_path / "alone" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(Path(launch.__file__).parent / name, target)
     (tmp_path / "main.py").write_text(
         "import os, sys, time\n"
-        "from launch_alone import run_processes\n"
+        "from alone.launch import run_processes\n"
         "def work(rank, world_size, path):\n"
         "    open(f'{path}/{rank}', 'w').write(str(os.getpid()))\n"
         "    time.sleep(60)\n"

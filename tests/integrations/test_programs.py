@@ -26,7 +26,7 @@ def installed():
     """What a child does first, as `python -m zeroshard.deepspeed` does."""
     from zeroshard.deepspeed import install
 
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "lightning", "transformers")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "lightning", "peft", "transformers")]:
         del sys.modules[name]  # this child is a fork of a process that may have them, where they found no deepspeed
     install()
     warnings.filterwarnings("ignore")

@@ -16,6 +16,7 @@ from helpers import adamw, seeded
 from torch import nn
 
 import zeroshard as zs
+from zeroshard import launch
 from zeroshard.comm import backend_select
 from zeroshard.config import Config, Tier
 from zeroshard.errors import HostMemoryError
@@ -466,6 +467,7 @@ def _own_tunables(rank: int, world_size: int) -> bytes:
 
 
 @pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc before 2.39")
-def test_ranks_begin_with_a_quiet_heap():
+def test_ranks_begin_with_a_quiet_heap(monkeypatch):
+    monkeypatch.setattr(launch, "_method", "spawn")  # forks have what their server began with
     assert b"glibc.malloc.tcache_count=" in run_processes(_own_tunables, 1)[0]
     assert "GLIBC_TUNABLES" not in os.environ or "tcache_count" in os.environ["GLIBC_TUNABLES"]

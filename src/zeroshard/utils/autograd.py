@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -111,10 +112,21 @@ def collections() -> tuple[int, ...]:
 
 def living_tensors(since: tuple[int, ...]) -> list[Tensor]:
     """At least those tensors that a program holds and that were made when `collections` was `since`."""
-    objects = gc.get_objects(generation=0) + gc.get_objects(generation=1)
-    if collections()[1:] != since[1:]:  # they may be among all that there is: not a thousandth, but some 10^5
-        objects = gc.get_objects()
-    return [each for each in objects if issubclass(type(each), Tensor)]
+    found = _tensors_of(0, 1)
+    return found if collections()[1:] == since[1:] else _tensors_of(None)  # not a thousandth of all that there is, but some 10^5
+
+
+def _tensors_of(*generations: int | None) -> list[Tensor]:
+    """In one call of C, so that no other thread goes on while all objects are held: a tuple that it is just making must be held by
+    nobody else (SystemError: bad argument to internal function)."""
+    kinds, stack = set(), [Tensor]
+    while stack:
+        kinds.add(kind := stack.pop())
+        stack += [each for each in type.__subclasses__(kind) if each not in kinds]
+    chain, held = itertools.chain, []
+    everything = chain.from_iterable(map(gc.get_objects, generations))
+    chosen = itertools.compress(chain.from_iterable((held,)), map(kinds.__contains__, map(type, chain.from_iterable((held,)))))
+    return list(chain(map(held.extend, (everything,)), chosen, map(list.clear, (held,))))[1:-1]  # None is from extend, and clear
 
 
 class Marked(torch.autograd.Function):
