@@ -365,7 +365,7 @@ def seen(tmp_path_factory):
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.limit(1200 if SLOW else 240),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),  # hundreds of ranks: each spawned one would import torch
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),  # of hundreds of ranks; test_checkpoint_damage tests files
 ]
 
 

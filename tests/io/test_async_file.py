@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_disk import Faults, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,28 +64,6 @@ def engine():
 _names = itertools.count()
 
 
-def test_memory_that_is_not_aligned_passes_through_little_of_another(disk):
-    """Whatever the size of a piece: each thread has 1 MiB, and no request is lost at its ends."""
-    seen = []
-
-    class Sizes(Syscalls):
-        def preadv(self, file, buffers, offset):
-            seen.append(buffers[0].nbytes)
-            return super().preadv(file, buffers, offset)
-
-        def pwritev(self, file, buffers, offset):
-            seen.append(buffers[0].nbytes)
-            return super().pwritev(file, buffers, offset)
-
-    nbytes = 5 * async_file._BOUNCE_NBYTES // 2 + 4321
-    file, source, back = make(disk, nbytes + 999), random_bytes(nbytes, 64), random_bytes(nbytes, 128)
-    with Engine(threads=1, calls=Sizes()) as engine:
-        engine.write(file, 999, source).wait()
-        engine.read(file, 999, back).wait()
-    assert torch.equal(source, back) and max(seen) == async_file._BOUNCE_NBYTES
-    file.close()
-
-
 def make(folder: Path, nbytes: int = NBYTES):
     return open_file(folder / f"file{next(_names)}", nbytes, create=True)
 
@@ -97,41 +76,6 @@ def random_bytes(nbytes: int, misalignment: int = 0) -> torch.Tensor:
 
 def content(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.detach().reshape(-1).view(torch.uint8).tolist())
-
-
-class Faults(Syscalls):
-    """The system, with a rule: `rule(mode, file, offset, nbytes)` may raise, sleep, or return how many bytes go."""
-
-    def __init__(self, rule):
-        self.rule, self.calls = rule, []
-
-    def _limited(self, mode, file, buffers, offset):
-        (buffer,) = buffers
-        self.calls.append((mode, offset, len(buffer)))
-        return self.rule(mode, file, offset, len(buffer))
-
-    def preadv(self, file, buffers, offset):
-        limit = self._limited("read", file, buffers, offset)
-        count = super().preadv(file, buffers, offset)
-        return count if limit is None else min(count, limit)
-
-    def pwritev(self, file, buffers, offset):
-        limit = self._limited("write", file, buffers, offset)
-        if limit == 0:
-            return 0
-        count = super().pwritev(file, buffers, offset)
-        return count if limit is None else min(count, limit)
-
-
-def fails(mode: str, at: int, number: int, times: int | None = None):
-    """A rule: the transfer of `mode` that touches byte `at` raises, always or the first few times."""
-    left = itertools.count() if times is None else iter(range(times))
-
-    def rule(called, file, offset, nbytes):
-        if called == mode and offset <= at < offset + nbytes and next(left, None) is not None:
-            raise OSError(number, os.strerror(number))
-
-    return rule
 
 
 # -------------------------------------------------------------------------------------------- what comes back is right
@@ -236,6 +180,28 @@ def test_a_buffer_can_still_be_released_after_a_request(disk, engine):
     tensor.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="released"):
         engine.read(file, 0, tensor)
+
+
+def test_memory_that_is_not_aligned_passes_through_little_of_another(disk):
+    """Whatever the size of a piece: each thread has 1 MiB, and no request is lost at its ends."""
+    seen = []
+
+    class Sizes(Syscalls):
+        def preadv(self, file, buffers, offset):
+            seen.append(buffers[0].nbytes)
+            return super().preadv(file, buffers, offset)
+
+        def pwritev(self, file, buffers, offset):
+            seen.append(buffers[0].nbytes)
+            return super().pwritev(file, buffers, offset)
+
+    nbytes = 5 * async_file._BOUNCE_NBYTES // 2 + 4321
+    file, source, back = make(disk, nbytes + 999), random_bytes(nbytes, 64), random_bytes(nbytes, 128)
+    with Engine(threads=1, calls=Sizes()) as engine:
+        engine.write(file, 999, source).wait()
+        engine.read(file, 999, back).wait()
+    assert torch.equal(source, back) and max(seen) == async_file._BOUNCE_NBYTES
+    file.close()
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -1,5 +1,6 @@
 """System calls on files that fail when they are told to, and what that raises."""
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -52,3 +53,38 @@ def raised_by(what: Callable[[], object]) -> Exception | None:
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
     return None
+
+
+class Faults(async_file.Syscalls):
+    """The system, with a rule: `rule(mode, file, offset, nbytes)` may raise, sleep, or return how many bytes go."""
+
+    def __init__(self, rule):
+        self.rule, self.calls = rule, []
+
+    def _limited(self, mode, file, buffers, offset):
+        (buffer,) = buffers
+        self.calls.append((mode, offset, len(buffer)))
+        return self.rule(mode, file, offset, len(buffer))
+
+    def preadv(self, file, buffers, offset):
+        limit = self._limited("read", file, buffers, offset)
+        count = super().preadv(file, buffers, offset)
+        return count if limit is None else min(count, limit)
+
+    def pwritev(self, file, buffers, offset):
+        limit = self._limited("write", file, buffers, offset)
+        if limit == 0:
+            return 0
+        count = super().pwritev(file, buffers, offset)
+        return count if limit is None else min(count, limit)
+
+
+def fails(mode: str, at: int, number: int, times: int | None = None):
+    """A rule: the transfer of `mode` that touches byte `at` raises, always or the first few times."""
+    left = itertools.count() if times is None else iter(range(times))
+
+    def rule(called, file, offset, nbytes):
+        if called == mode and offset <= at < offset + nbytes and next(left, None) is not None:
+            raise OSError(number, os.strerror(number))
+
+    return rule
