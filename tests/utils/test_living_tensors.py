@@ -1,6 +1,7 @@
 """What is alive is looked at without being in the way of other threads."""
 
 import gc
+import subprocess
 import sys
 import threading
 
@@ -47,3 +48,35 @@ def test_a_tuple_that_another_thread_is_making_is_not_held():
         for thread in threads:
             thread.join()
     assert not errors
+
+
+CHANGED_MEANWHILE = """
+import threading, time, torch
+from zeroshard.utils.autograd import number_of
+
+held, ended = [], threading.Event()
+source = torch.ones(4, 2, 2, requires_grad=True) * 1
+
+def change():
+    while not ended.is_set():
+        base = torch.empty(4, 2, 3)
+        for _ in range(2):
+            held[:] = [part := base[..., :2]]
+            part.copy_(source)
+
+thread = threading.Thread(target=change)
+thread.start()
+last, looks = time.monotonic() + 4, 0
+while time.monotonic() < last:
+    looks += sum(number_of(each) >= 0 for each in list(held))
+ended.set()
+thread.join()
+assert looks > 100
+print("ended")
+"""
+
+
+def test_a_view_that_another_thread_changes_can_be_asked_for_its_node():
+    """Both threads stopped for good: one had the view's lock, the other the interpreter's. In a process of its own, that can be ended."""
+    run = subprocess.run([sys.executable, "-c", CHANGED_MEANWHILE], capture_output=True, text=True, timeout=50, check=False)
+    assert run.stdout == "ended\n", run.stderr

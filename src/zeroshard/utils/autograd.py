@@ -80,9 +80,24 @@ def nodes_since(first: int, outputs: list[Tensor]) -> tuple[set[int], set[Tensor
 
 
 def number_of(tensor: Tensor) -> int:
-    """Of the node that made a tensor; -1 for a leaf, and for tensors of torch.func."""
-    node = _node_of(tensor)
-    return -1 if node is None else node._sequence_nr()
+    """Of the node that made a tensor, which may be another thread's; -1 for a leaf, and for tensors of torch.func."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not tensor.requires_grad:
+            return -1
+        node = _node_of_view(tensor) if tensor._is_view() else _node_of(tensor)
+    number = -1 if node is None else node._sequence_nr()
+    return number if number < _LEAF else -1
+
+
+def _node_of_view(view: Tensor) -> Any:
+    """A thread that changes a view in place holds the view's lock, and may wait for the interpreter's. To read `grad_fn` takes
+    the first while it holds the second, which stops both threads; an operation takes it without. This one makes a node."""
+    with torch.enable_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        try:
+            above = view.view_as(view).grad_fn
+        except RuntimeError:  # of a layout that has no such operation
+            above = None
+    return _node_of(view) if above is None else above.next_functions[0][0]
 
 
 def _node_of(tensor: Tensor) -> Any:
