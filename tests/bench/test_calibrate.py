@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from zeroshard.bench.calibrate import Amount, Found, _hardware, calibrate, report
+from zeroshard.bench.calibrate import SMALL_NBYTES, Amount, Found, _hardware, calibrate, report
 from zeroshard.bench.command import main
-from zeroshard.bench.disk_bandwidth import Burst
+from zeroshard.bench.disk_bandwidth import REQUEST_NBYTES, Burst
 from zeroshard.cli.arguments import UsageError
 from zeroshard.simulator.hardware import Hardware, Link
 from zeroshard.simulator.simulate import simulate
 from zeroshard.simulator.trace import Resource, Task, Trace
 
-TINY = Amount(sides=(8, 32), turn_s=0.01, numel=1 << 14)
+TINY = Amount(sides=(8, 32), turn_s=0.01, numel=1 << 14, rounds=2)
 
 
 @pytest.mark.processes
@@ -34,7 +34,8 @@ def test_a_calibrated_machine_gives_times_to_every_resource_of_a_rank(tmp_path):
 
 def test_ranks_are_averaged_and_the_node_is_all_of_them():
     flops = {"fp32": [1e9, 4e9], "bf16": [1e9, 2e9]}
-    bursts = {"read": Burst(0.0, 1.0, 100), "write": Burst(0.0, 2.0, 100)}
+    bursts = {"read": [Burst(0.0, 1.0, 100)], "write": [Burst(0.0, 2.0, 100), Burst(0.0, 4.0, 100), Burst(0.0, 1.0, 100)]}
+    bursts |= {"both": [Burst(0.0, 3.0, 200)], "small read": [Burst(0.0, 2.0, 100)], "small write": [Burst(0.0, 2.0, 100)]}
     common = {"launch_s": 1e-5, "copied": 8e9, "hop_s": 1e-4, "stepped": 1e6, "bursts": bursts}
     ranks = [Found(flops, between=b, exchanged=b, **common) for b in (1e9, 3e9)]
     hardware = _hardware(ranks, 2, "/", Amount(sides=(10, 100)), "made up")
@@ -43,8 +44,11 @@ def test_ranks_are_averaged_and_the_node_is_all_of_them():
     assert hardware.device.memory_bandwidth == 2e9
     assert hardware.links[Resource.INSIDE] == Link(2e9, 1e-4)
     assert hardware.links[Resource.UP].bandwidth == 4e9  # what is read and written counts once
-    assert hardware.links[Resource.READ].bandwidth == 100  # of each rank, while both read
-    assert hardware.links[Resource.WRITE].bandwidth == 50
+    read = hardware.links[Resource.READ]  # of each rank, while both read
+    for nbytes, speed in ((REQUEST_NBYTES, 100), (SMALL_NBYTES, 50)):
+        assert nbytes / (nbytes / read.bandwidth + read.latency_s) == pytest.approx(speed)
+    assert hardware.links[Resource.WRITE] == Link(50, 0.0)  # the median; small ones are as fast
+    assert hardware.shared_disk  # 300 bytes take as long at once as one after the other
     assert hardware.host_step_rate == 2e6
     alone = _hardware(ranks[:1], 1, None, Amount(sides=(10, 100)), "alone")
     assert alone.links.keys() == {Resource.UP, Resource.DOWN}

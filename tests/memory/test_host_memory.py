@@ -441,7 +441,7 @@ print(libc.sbrk(0) - begin >> 20)
 """
 
 
-@pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc before 2.39")
+@pytest.mark.skipif("tcache_count" not in str(host_memory.quiet_heap({})), reason="of glibc before 2.39")
 def test_a_freed_block_serves_the_next_one_of_its_size():
     """One block of 11 MiB at a time, and small ones that come and go: the heap has room for two, not for eight."""
     grown = []
@@ -453,21 +453,54 @@ def test_a_freed_block_serves_the_next_one_of_its_size():
 
 def test_what_the_environment_says_of_the_heap_stays(monkeypatch):
     monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
-    added = "glibc.malloc.tcache_count=0"
-    assert host_memory.quiet_heap({}) == {"GLIBC_TUNABLES": added}
-    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "a=1"}) == {"GLIBC_TUNABLES": f"a=1:{added}"}
-    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}) == {}
-    for other in (("glibc", "2.39"), ("", "")):
-        monkeypatch.setattr(host_memory.platform, "libc_ver", lambda other=other: other)
-        assert host_memory.quiet_heap({}) == {}
+    cache, huge = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
+    assert host_memory.quiet_heap({}) == {"GLIBC_TUNABLES": f"{cache}:{huge}"}
+    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "a=1"}) == {"GLIBC_TUNABLES": f"a=1:{cache}:{huge}"}
+    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7"}) == {
+        "GLIBC_TUNABLES": f"glibc.malloc.tcache_count=7:{huge}"
+    }
+    assert host_memory.quiet_heap({"GLIBC_TUNABLES": "glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=0"}) == {}
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.39"))
+    assert host_memory.quiet_heap({}) == {"GLIBC_TUNABLES": huge}
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("", ""))
+    assert host_memory.quiet_heap({}) == {}
 
 
 def _own_tunables(rank: int, world_size: int) -> bytes:
     return Path("/proc/self/environ").read_bytes()
 
 
-@pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc before 2.39")
+@pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc")
 def test_ranks_begin_with_a_quiet_heap(monkeypatch):
     monkeypatch.setattr(launch, "_method", "spawn")  # forks have what their server began with
-    assert b"glibc.malloc.tcache_count=" in run_processes(_own_tunables, 1)[0]
-    assert "GLIBC_TUNABLES" not in os.environ or "tcache_count" in os.environ["GLIBC_TUNABLES"]
+    assert b"glibc.malloc.hugetlb=" in run_processes(_own_tunables, 1)[0]
+    assert "GLIBC_TUNABLES" not in os.environ or "hugetlb" in os.environ["GLIBC_TUNABLES"]
+
+
+_FRESH = """
+import resource, sys
+import torch
+from zeroshard.memory import host_memory
+from zeroshard.memory.release import take_again
+
+(host_memory.return_freed_memory if sys.argv[1] == "returned" else host_memory.keep_freed_memory)()
+full, nbytes = torch.empty(int(sys.argv[2]), dtype=torch.uint8), int(sys.argv[2])
+for _ in range(2):
+    full.untyped_storage().resize_(0)
+    take_again(full, nbytes)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    full.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not _HUGE.exists() or "[never]" in _HUGE.read_text(), reason="the system gives no huge pages")
+@pytest.mark.parametrize(("mode", "mib"), [("kept", 48), ("returned", 16)])
+def test_a_gathered_unit_whose_memory_is_mapped_anew_has_huge_pages(mode, mib):
+    """Of 4 KiB pages 48 MiB would be 12,288 faults, in each gather."""
+    command = [sys.executable, "-c", _FRESH, mode, str(mib << 20)]
+    environment = os.environ | {"GLIBC_TUNABLES": "", "OMP_NUM_THREADS": "1"}  # as torchrun starts a rank
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(found.stdout) < (mib << 20) // 4096 / 4

@@ -188,3 +188,22 @@ def test_reductions_go_from_each_rank_straight_to_each_and_two_hops_spare_the_ne
         assert kinds["reduce"] and not kinds["gather"]
     reduced = [sum(t.nbytes.get(Resource.BETWEEN, 0) for t in plan.trace.tasks if t.name.startswith("reduce")) for plan in (flat, hops)]
     assert reduced[1] == pytest.approx(reduced[0] / 4, rel=0.01)
+
+
+def test_what_a_step_begins_for_the_next_one_is_waited_for_there(tmp_path):
+    """With states on disk a step ends with reads under way; the next one's optimizer waits for them."""
+    plan = planned(ranks=2, stage=2, offload_optimizer="nvme", offload_path=str(tmp_path))
+    tasks = plan.trace.tasks
+    stepped = max(number for number, task in enumerate(tasks) if task.name == "host step")
+    ahead = {number for number, task in enumerate(tasks) if Resource.READ in task.nbytes and number > stepped}
+    asked = {len(tasks) + number for task in tasks if task.name == "host step" for number in task.after if number < 0}
+    assert ahead and asked == ahead and not ahead & set(plan.trace.end)
+
+
+def test_the_next_forward_waits_for_what_the_step_has_published():
+    """Stage 1: updated parameters are gathered at the end of a step, each waited for where the next forward comes to its unit."""
+    plan = planned(ranks=2, stage=1)
+    tasks = plan.trace.tasks
+    gathered = {number for number, task in enumerate(tasks) if task.name.startswith("gather")}
+    waited = {len(tasks) + number for task in tasks if task.phase == "forward" for number in task.after if number < 0}
+    assert gathered and gathered <= waited | set(plan.trace.end)

@@ -35,7 +35,7 @@ def test_every_number_has_a_source(name):
         return
     others = Hardware.named(source["others"].split(" ")[1]).source if "others" in source else {}
     table = module._tables()[name]
-    numbers = [key for key in table if key not in ("device", "links", "source", "separate", "shared_cores")]
+    numbers = [key for key in table if key not in ("device", "links", "source", "separate", "shared_cores", "shared_disk")]
     numbers += [key for key in table["device"] if key != "name"] + list(table["links"])
     of_node = {"devices_per_node", "host_memory_nbytes", "disk_nbytes", "memory_nbytes"}
     missing = [key for key in numbers if key not in source | others and not (key in of_node and "node" in source | others)]

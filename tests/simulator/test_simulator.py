@@ -1,6 +1,7 @@
 """The simulator: times of traces made by hand, worked out by hand."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from unit_hardware import DEVICE, INSIDE, READ, SHARED, UNIT, compute, move, spans, trace
@@ -83,6 +84,50 @@ def test_cores_that_do_everything_overlap_nothing_but_disks():
     assert result.step_s == 8 + 9
     assert result.busy == {Resource.HOST: 17}
     assert simulate(trace(move("read", 5, resource=READ), compute("forward", 4)), SHARED).step_s == 5
+
+
+# A step ends when its optimizer is done (`end`), with a write and the next step's read under way. -1: of the step before, that read.
+READS_AHEAD = (compute("forward", 3), compute("step", 2, [0, -1]), move("write", 2, [1], READ), move("read", 4, [1], READ))
+
+
+def test_what_a_step_leaves_goes_on_beside_the_next_one():
+    result = simulate(trace(*READS_AHEAD, end=(1,)), UNIT)
+    # what the step before has left takes 6 s from where the ranks go on, of which 3 are beside the forward
+    assert result.step_s == 8
+    assert spans(result) == [(0, 2), (2, 6), (0, 3), (6, 8)]
+    assert result.busy == {DEVICE: 5, READ: 6}
+    assert result.exposed_s == 3
+    assert result.critical == {DEVICE: 2, READ: 6}
+    assert sum(result.waits.values()) == result.step_s
+
+
+def test_a_step_that_waits_for_all_is_one_step():
+    assert simulate(trace(*READS_AHEAD, end=(1, 2, 3)), UNIT).step_s == 3 + 2 + 6
+    assert simulate(trace(compute("forward", 3), move("reduce", 1, [0]), end=(0, 1)), UNIT).step_s == 4
+
+
+def test_a_repeated_trace_begins_where_its_rank_goes_on():
+    twice = trace(*READS_AHEAD, end=(1,)).repeated(2)
+    assert [task.after for task in twice.tasks] == [(), (0,), (1,), (1,), (1,), (3, 4), (5,), (5,)]
+    assert twice.end == (5,)
+    assert [task.after for task in trace(compute("a", 1), compute("b", 1)).repeated(2).tasks] == [(), (), (0, 1), (0, 1)]
+
+
+def test_stages_of_a_pipeline_go_on_one_by_one():
+    """The second stage writes for 4 s what it has made, and waits for it a step later: a step takes as long as the disk, not 8 s."""
+    first = trace(compute("forward", 2), move("send", 1, [0], channel="x"), end=(1,))
+    second = trace(
+        Task("receive", "forward", {}, channel="x"), compute("forward", 1, [0]), move("write", 4, [1], READ), Task("wait", "step", {}, (1, -2)),
+        end=(3,),
+    )  # fmt: skip
+    assert simulate([first, second], UNIT).step_s == 4
+
+
+def test_a_disk_whose_reads_and_writes_take_turns():
+    both = trace(move("read", 3, resource=READ), move("write", 2, resource=Resource.WRITE), compute("forward", 4))
+    assert simulate(both, UNIT).step_s == 4
+    assert spans(simulate(both, replace(UNIT, shared_disk=True))) == [(0, 3), (3, 5), (0, 4)]
+    assert simulate(both, replace(SHARED, shared_disk=True)).step_s == 5
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8)])

@@ -7,7 +7,9 @@ Local ranks measure at the same time, as they share cores, memory and disks: pro
 curve), the kernels between them (norms, activation functions, softmax: bytes a second, and what a launch costs), gathers and
 reductions, memory copies, the host's optimizer step, and files where a folder is named. A rank's thread does all of these by
 itself, so that none is hidden behind another: the file says so (`shared_cores`). What a rank computes is timed by its processor
-time, times the ranks that share a core, as other programs should not count; what it does with others by the clock.
+time, times the ranks that share a core, as other programs should not count; what it does with others by the clock. A disk's
+files are written and read again and again, as states are: a first read is slower. Where both at once are hardly faster than one
+after the other, the file says that they take turns (`shared_disk`).
 """
 
 from __future__ import annotations
@@ -37,23 +39,25 @@ from ..optim.cpu_kernels import visible_cores
 from ..simulator.hardware import Curve, Device, Hardware, Link
 from ..simulator.trace import Resource
 from ..zero.runtime import runtime_of
-from .disk_bandwidth import Burst, DiskProbe, bandwidth
+from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskProbe, DiskSpeed, bandwidth
 from .micro_benchmark import seconds
 
 SIDES = (32, 64, 128, 256, 512, 1024)  # of square matrices
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STEPPED_NUMEL, EXCHANGED_NUMEL, COPIED_NUMEL = 4 << 20, 2 << 20, 16 << 20  # of a rank: more than caches hold
+SMALL_NBYTES = 4 << 20  # of a request, as those of an optimizer's slabs; the large ones are REQUEST_NBYTES
 BLOCK_ROWS, BLOCK_DIM = 512, 1024  # tokens and hidden size of what is between products
 LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
 class Amount:
-    """How much a rank measures. turn_s: of one measurement; numel: at most of any of its tensors."""
+    """How much a rank measures. turn_s: of one measurement; numel: at most of any of its tensors; rounds: of files, and one before."""
 
     sides: tuple[int, ...] = SIDES
     turn_s: float = 0.3
     numel: int = COPIED_NUMEL
+    rounds: int = 5
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Found:
     hop_s: float
     exchanged: float
     stepped: float
-    bursts: dict[str, Burst]
+    bursts: dict[str, list[Burst]]  # by phase, of each round
 
 
 def calibrate(ranks: int = 2, path: str | None = None, amount: Amount = Amount(), name: str = "") -> Hardware:
@@ -121,8 +125,9 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     links = dict.fromkeys((Resource.DOWN, Resource.UP), Link(mean["copied"] / 2, mean["launch_s"]))
     if ranks > 1:
         links[Resource.INSIDE] = Link(mean["exchanged"], mean["hop_s"])
-    for resource, phase in ((Resource.READ, "read"), (Resource.WRITE, "write")) if path is not None else ():
-        links[resource] = Link(bandwidth([each.bursts[phase] for each in found]) / ranks, 0.0)
+    disk = DiskSpeed(**{phase: _speed(found, phase) for phase in PHASES}) if path is not None else None
+    if disk is not None:
+        links |= {Resource.READ: _requests(found, "read"), Resource.WRITE: _requests(found, "write")}
     memory = available_nbytes() or 0
     shape = "fp32, square matrices, forward and both gradients"
     measured = f"zeroshard bench --calibrate, {ranks} ranks of one thread at the same time, {time.strftime('%Y-%m-%d')}"
@@ -135,8 +140,29 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
         disk_nbytes=shutil.disk_usage(path).free if path is not None else 0, host_step_rate=sum(each.stepped for each in found),
         host_memory_bandwidth=mean["copied"] * ranks, separate=False, shared_cores=True,
+        shared_disk=disk is not None and _take_turns(disk),
         source={"all": measured, "memory": "what was free at that time", "efficiency": shape},
     )  # fmt: skip
+
+
+def _speed(found: Sequence[Found], phase: str) -> float:
+    """Bytes a second of all ranks together, the median of the rounds."""
+    return median(bandwidth(list(bursts)) for bursts in zip(*(each.bursts[phase] for each in found), strict=True))
+
+
+def _requests(found: Sequence[Found], phase: str) -> Link:
+    """Of a rank, by requests of two sizes: what a byte takes, and what a request takes besides."""
+    large, small = (size / (_speed(found, which) / len(found)) for size, which in ((REQUEST_NBYTES, phase), (SMALL_NBYTES, f"small {phase}")))
+    per_byte = (large - small) / (REQUEST_NBYTES - SMALL_NBYTES)
+    if not 0 < per_byte < small / SMALL_NBYTES:  # small ones are as fast, or it was a matter of luck
+        return Link(REQUEST_NBYTES / large, 0.0)
+    return Link(1 / per_byte, small - SMALL_NBYTES * per_byte)
+
+
+def _take_turns(disk: DiskSpeed) -> bool:
+    """Both at once are nearer to one after the other than to both at full speed."""
+    in_turn, at_full_speed = 2 / (1 / disk.read + 1 / disk.write), 2 * min(disk.read, disk.write)
+    return disk.both < (in_turn + at_full_speed) / 2
 
 
 # ------------------------------------------------------------------------------------------------------ a rank
@@ -154,12 +180,6 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
     exchange_s, sent = _exchanged(comm, min(EXCHANGED_NUMEL, amount.numel), amount.turn_s)
     source = torch.ones(amount.numel)
     copy_s = _turn(comm, functools.partial(torch.empty_like(source).copy_, source), amount.turn_s)
-    bursts = {}
-    for phase in ("write", "read") if path is not None else ():
-        probe = DiskProbe(path, 4 * amount.numel)
-        comm.exchange(b"", f"calibrate: {phase}")
-        bursts[phase] = probe.burst(phase)
-        probe.file.close()
     found = Found(
         flops={name: [_product(comm, n, dtype, amount.turn_s) for n in amount.sides] for name, dtype in DTYPES.items()},
         launch_s=launch_s,
@@ -168,10 +188,21 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
         hop_s=hop_s,
         exchanged=sent / max(exchange_s - hop_s, 0.1 * exchange_s),
         stepped=_step_rate(comm, min(STEPPED_NUMEL, amount.numel)),
-        bursts=bursts,
+        bursts=_bursts(comm, path, amount) if path is not None else {},
     )
     comm.exchange(b"", "calibrate: end")
     return found
+
+
+def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
+    probe, bursts = DiskProbe(path, 16 * amount.numel), {}
+    kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")}
+    for _ in range(1 + amount.rounds):
+        for name, kind in kinds.items():
+            comm.exchange(b"", f"calibrate: {name}")
+            bursts.setdefault(name, []).append(probe.burst(*kind))
+    probe.file.close()
+    return {phase: each[1:] for phase, each in bursts.items()}
 
 
 def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:

@@ -57,13 +57,13 @@ class DiskProbe:
         self.nbytes = nbytes
         self._move(writes=True, reads=False, at=nbytes)  # what was never written is read without the disk
 
-    def burst(self, phase: str) -> Burst:
+    def burst(self, phase: str, request_nbytes: int = REQUEST_NBYTES) -> Burst:
         """One of PHASES."""
-        return self._move(writes=phase != "read", reads=phase != "write", at=0)
+        return self._move(writes=phase != "read", reads=phase != "write", at=0, request_nbytes=request_nbytes)
 
-    def _move(self, *, writes: bool, reads: bool, at: int) -> Burst:
+    def _move(self, *, writes: bool, reads: bool, at: int, request_nbytes: int = REQUEST_NBYTES) -> Burst:
         """The memory is given back at once: it is no part of what the contender uses."""
-        size = min(REQUEST_NBYTES, self.nbytes)
+        size = min(request_nbytes, self.nbytes)
         source, target, handles = _noise(size), empty_aligned(size).zero_(), []
         with Engine() as engine:
             begin = time.monotonic()

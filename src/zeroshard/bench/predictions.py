@@ -3,6 +3,7 @@
     python -m zeroshard.bench.predictions                              ten configurations, some three minutes
     python -m zeroshard.bench.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
     python -m zeroshard.bench.predictions --time hardware.toml         seconds too, on what `zeroshard bench --calibrate` has written
+    python -m zeroshard.bench.predictions --time now                   the same, calibrated before and after each; eleven minutes
 
 Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at
 operator by operator. *Entered*: bytes in ledgers, which the runtime allocates; *live*: and all other tensors. *Resident*: how much
@@ -42,12 +43,14 @@ from ..planner.dry_run import observe
 from ..planner.plan import ACTIVATIONS, KEPT, Plan
 from ..simulator.hardware import Hardware
 from ..simulator.simulate import simulate
+from ..simulator.trace import Resource
 from . import memory
+from .calibrate import calibrate
 from .tables import make_console
 
 RANKS = 2
-FOLDER = "FOLDER"
-STEPS = 3  # timed, after the first
+FOLDER, NOW = "FOLDER", "now"
+STEPS = 7  # timed, after the first
 LIMIT_S = 300.0
 
 
@@ -196,28 +199,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.predictions", description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="configurations whose names contain this")
     parser.add_argument("--details", action="store_true", help="each category of bytes in each phase")
-    parser.add_argument("--time", metavar="HARDWARE", help="seconds a step, too: a name or a file of hardware")
+    parser.add_argument("--time", metavar="HARDWARE", help=f"seconds a step, too: a name or a file of hardware, or {NOW!r}")
     given = parser.parse_args()
-    hardware = Hardware.named(given.time) if given.time else None
     share_imports(["torch.distributed", "transformers", "zeroshard.bench.worker", "zeroshard.planner.dry_run"])
     console, sheet = make_console(), Table("configuration", "of", "predicted", "measured", "", title="prediction and reality")
+    before = _hardware(given.time)
     for case in CASES:
         if given.only not in case.name:
             continue
         with tempfile.TemporaryDirectory() as folder:
             plan = zs.plan(case.model, ranks=RANKS, separate=False, **case.settings(folder))
-            found = run_processes(measure, RANKS, case, folder, STEPS if hardware else 1, timeout_s=LIMIT_S)
+            found = run_processes(measure, RANKS, case, folder, STEPS if before else 1, timeout_s=LIMIT_S)
         runs, seen = [run for run, _ in found], found[0][1]
         if given.details:
             console.print(_details(case.name, plan, seen, runs))
         _summarise(sheet, case.name, plan, seen, runs)
-        if hardware is not None:
-            predicted = simulate(plan.trace, hardware).step_s
-            for name, which in (("wall", 0), ("processor", 1)):
+        if before is not None:
+            after = _hardware(NOW) if given.time == NOW else before
+            simulated = [simulate(plan.trace, each) for each in (before, after)]
+            cores = before.lane(Resource.DEVICE)
+            predicted = fmean(each.step_s for each in simulated), fmean(each.busy[cores] for each in simulated)
+            before = after
+            for which, name in enumerate(("wall", "processor")):
                 seconds = median(step[which] for run in runs for step in run.steps)
-                sheet.add_row("", f"seconds, {name} (load {runs[0].load:.1f})", *_compared(predicted, seconds, ".2f"))
+                sheet.add_row("", f"seconds, {name} (load {runs[0].load:.1f})", *_compared(predicted[which], seconds, ".2f"))
     console.print(sheet)
     return 0
+
+
+def _hardware(name: str | None) -> Hardware | None:
+    if name != NOW:
+        return Hardware.named(name) if name else None
+    with tempfile.TemporaryDirectory() as folder:
+        return calibrate(RANKS, folder)
 
 
 def _nbytes(plan: Plan, without: tuple[str, ...] = ()) -> int:

@@ -15,12 +15,19 @@ it off, and only before a process begins: `quiet_heap`, which launchers give to 
 from __future__ import annotations
 
 import ctypes
+import functools
+import mmap
 import os
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..io.aligned import round_down, round_up
 
 try:
     import resource
@@ -31,16 +38,22 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
 _RETURNED_NBYTES = 1 << 20
-_TUNABLES, _CACHE, _MENDED = "GLIBC_TUNABLES", "glibc.malloc.tcache_count", (2, 39)
+_HUGE_NBYTES = 4 << 20  # two huge pages at least
+_mapped_nbytes = MMAP_NBYTES  # blocks of so many bytes are mapped by themselves
+_TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
+_CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
 
 def quiet_heap(given: Mapping[str, str]) -> dict[str, str]:
-    """What a process's environment is to have besides, so that freed blocks serve again; what it sets itself stays."""
+    """What a process's environment is to have besides, so that freed blocks serve again, and fresh ones have huge pages (from glibc
+    2.35 on: a step with all on disk takes 0.85 of the time); what it sets itself stays."""
     name, version = platform.libc_ver()
-    tunables = given.get(_TUNABLES, "")
-    if name != "glibc" or tuple(map(int, version.split(".")[:2])) >= _MENDED or _CACHE in tunables:
+    if name != "glibc":
         return {}
-    return {_TUNABLES: ":".join(filter(None, (tunables, f"{_CACHE}=0")))}
+    old = tuple(map(int, version.split(".")[:2])) < _MENDED
+    tunables = given.get(_TUNABLES, "")
+    more = [each for each in ([_CACHE] if old else []) + [_HUGE] if each.partition("=")[0] not in tunables]
+    return {_TUNABLES: ":".join(filter(None, (tunables, *more)))} if more else {}
 
 
 def keep_freed_memory() -> bool:
@@ -53,7 +66,22 @@ def return_freed_memory() -> bool:
     return _set_malloc(trim_nbytes=_RETURNED_NBYTES, mmap_nbytes=_RETURNED_NBYTES)
 
 
+def use_huge_pages(tensor: Tensor) -> None:
+    """Of a block that the C library has just mapped, and unmaps when it is freed: 50 MB are filled in 10 ms instead of 34-40,
+    for what the system takes to clear 12,000 pages. Blocks of its heap stay as they are: they are not cleared again."""
+    if tensor.nbytes >= max(_HUGE_NBYTES, _mapped_nbytes) and hasattr(mmap, "MADV_HUGEPAGE"):
+        begin, end = round_up(tensor.data_ptr()), round_down(tensor.data_ptr() + tensor.nbytes)
+        _madvise()(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)  # refused: as before
+
+
+@functools.cache
+def _madvise() -> Any:
+    return ctypes.CDLL(None).madvise
+
+
 def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
+    global _mapped_nbytes
+    _mapped_nbytes = mmap_nbytes
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

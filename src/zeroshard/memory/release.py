@@ -14,6 +14,7 @@ import os
 from torch import Tensor
 
 from ..io.aligned import round_down, round_up
+from .host_memory import use_huge_pages
 
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # linux/mman.h: private pages; those of a file in memory
 
@@ -31,8 +32,11 @@ def give_back(tensor: Tensor) -> int:
 
 def take_again(tensor: Tensor, nbytes: int) -> None:
     """Have memory again; its content is to be written."""
-    if tensor.untyped_storage().nbytes() != nbytes:
-        tensor.untyped_storage().resize_(nbytes)
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+        if storage.device.type == "cpu":  # neither a device's nor imagined
+            use_huge_pages(tensor)
 
 
 def _drop_pages(address: int, nbytes: int) -> None:

@@ -354,6 +354,7 @@ class _Run:
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))
                 step(batches)
                 del batches
+            recorder.end()
             self._report = report(runtimes[0].model)
             recorder.enter("save")
             self._save(runtimes)

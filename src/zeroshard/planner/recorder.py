@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 from ..comm.base import Sent
@@ -45,6 +46,7 @@ class Recorder(Watcher):
         self.moments: list[Moment] = []
         self.forward_flops = 0.0
         self._last: Ticket = ()
+        self._before: list[Task] = []  # of the trace before
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels, self._products = 0.0, 0, 0
         self._began = 0
@@ -79,9 +81,21 @@ class Recorder(Watcher):
     def begin(self, trace: Trace) -> None:
         """A new trace; what was started before is over."""
         self.flush()
+        self._before = self.trace.tasks
         self.trace, self._last, self.moments, self.forward_flops = trace, (), [], 0.0
         self.meter.begin()
         self._began += 1
+
+    def end(self) -> None:
+        """The step is over, and the next would begin: as this one did. What it waited for of the one before is also of this one,
+        where both end alike."""
+        self.flush()
+        tasks, before = self.trace.tasks, self._before
+        for number, task in enumerate(tasks):
+            if any(n < 0 for n in task.after):
+                after = (n for n in task.after if n >= 0 or -n <= len(tasks) and _alike(tasks[n], before[n]))
+                tasks[number] = replace(task, after=tuple(after))
+        self.trace.end = tuple(number for number in self._last if number >= 0)
 
     def compute(self, flops: float, nbytes: float, dtype: str) -> None:
         """The device computes."""
@@ -133,7 +147,9 @@ class Recorder(Watcher):
         return self.start(f"{source.value} -> {target.value}", {link: float(nbytes)}) if nbytes else ()
 
     def waited(self, ticket: Ticket) -> None:
-        numbers = tuple(number for number in ticket if number >= 0) if -self._began in ticket else ()
+        numbers = tuple(number for number in ticket if number >= 0)
+        if -self._began not in ticket:  # it was started in the step before, or earlier
+            numbers = tuple(n - len(self._before) for n in numbers) if 1 - self._began in ticket else ()
         if set(numbers) - set(self._last):
             self.flush()
             self._last = tuple(dict.fromkeys((*self._last, *numbers)))
@@ -144,7 +160,7 @@ class Recorder(Watcher):
         result = work()
         self.flush()
         after, self._last = self._last, before
-        return result, (*after, -self._began)
+        return result, (*(number for number in after if number >= 0), -self._began)
 
     @contextlib.contextmanager
     def stepping(self, numel: int, nbytes: int) -> Iterator[None]:
@@ -156,3 +172,7 @@ class Recorder(Watcher):
         self.meter.sample()
         if numel:
             self._add(Task("host step", self.phase, {Resource.HOST: float(nbytes)}, self._last, numel=numel), last=True)
+
+
+def _alike(one: Task, other: Task) -> bool:
+    return (one.name, one.nbytes) == (other.name, other.nbytes)

@@ -105,7 +105,8 @@ class Hardware:
     host_memory_nbytes, disk_nbytes, host_memory_bandwidth (bytes/s), host_step_rate (parameters/s of an optimizer such as Adam,
     states in fp32): of a node, shared by its ranks. overhead_nbytes: of each device's memory, taken by its context and libraries.
     separate: the device has a memory of its own. shared_cores: one set of cores per rank computes, copies and communicates, so
-    that none of these goes on beside another (all but disks is one resource). source: where each number is from.
+    that none of these goes on beside another (all but disks is one resource). shared_disk: reads and writes take turns, side by side
+    they are no faster than one after the other. source: where each number is from.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Hardware:
     overhead_nbytes: int = 0
     separate: bool = True
     shared_cores: bool = False
+    shared_disk: bool = False
     source: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
@@ -154,8 +156,10 @@ class Hardware:
         return self.links[resource]
 
     def lane(self, resource: Resource) -> Resource:
-        """The resource in whose line a task waits for `resource`: with shared cores, the host's cores are all but the disks."""
-        return Resource.HOST if self.shared_cores and resource not in (Resource.READ, Resource.WRITE) else resource
+        """The resource in whose line a task waits for `resource`: shared cores are the host's, a shared disk is that of reads."""
+        if resource in (Resource.READ, Resource.WRITE):
+            return Resource.READ if self.shared_disk else resource
+        return Resource.HOST if self.shared_cores else resource
 
 
 def seconds(task: Task, hardware: Hardware, trace: Trace, utilisation: float = 1.0, latency: float | None = None) -> float:

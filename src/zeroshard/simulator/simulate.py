@@ -13,6 +13,9 @@ that ends a reduction is started early, waits for its bytes, and computation goe
 of one group as they were started. A trace, of one stage of a pipeline, has its resources to itself.
 
 The k-th receive on a channel, a task without resources, ends with the k-th send on it by another trace.
+
+What a step starts and does not wait for (reads of the next one's states) goes on beside the next step: then what is shown is one of
+several steps in a row, from where its ranks begin it to where they go on, with what is left of the one before.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
@@ -33,6 +36,7 @@ SAYS = {
     Resource.BETWEEN: "links between nodes", Resource.DOWN: "copies to the host", Resource.UP: "copies to the device",
     Resource.READ: "reads from disk", Resource.WRITE: "writes to disk",
 }  # fmt: skip
+_REPEATED = 3  # steps in a row: the last one is as those that would follow
 Span = tuple[int, int, float, float]  # trace, task, begin, end
 
 
@@ -81,6 +85,47 @@ class _Graph:
     lines: list[list[deque[int]]]  # of each task: those of its resources
 
 
+@dataclass
+class _Flow:
+    """Steps in a row: when each task begins and ends. waited: whose end let it begin. goals: what is over when each step is."""
+
+    graph: _Graph
+    times: list[float]
+    begins: list[float]
+    ends: list[float]
+    waited: list[int | None]
+    goals: list[list[int]]
+
+    @property
+    def leaves_something(self) -> bool:
+        """The last step goes on after its ranks have gone on."""
+        return self.step[1] < max(self.ends, default=0.0)
+
+    @property
+    def step(self) -> tuple[float, float]:
+        """When the last one begins and ends."""
+        before, last = ([0.0] + [max((self.ends[n] for n in goals), default=0.0) for goals in self.goals])[-2:]
+        return before, last
+
+    def spans(self) -> list[Span]:
+        """What there is between the beginning and the end of the last step, whatever step it is of; times from its beginning."""
+        begin, end = self.step
+        return [
+            (*place, max(b - begin, 0.0), min(e, end) - begin)
+            for place, b, e in zip(self.graph.places, self.begins, self.ends, strict=True)
+            if (b < end or b == e <= end) and (e > begin or b == e >= begin)
+        ]
+
+    def path(self) -> Iterator[tuple[int, float]]:
+        """Back from the task that ends the last step: tasks of which each began when the next one here ended, and their seconds."""
+        begin, _ = self.step
+        number = max(self.goals[-1], key=self.ends.__getitem__, default=None)
+        while number is not None and self.ends[number] > begin:
+            if self.times[number]:
+                yield number, min(self.times[number], self.ends[number] - begin)
+            number = self.waited[number]
+
+
 def simulate(
     traces: Trace | Sequence[Trace], hardware: Hardware, utilisation: float = 1.0, latency_s: float | None = None
 ) -> Simulation:
@@ -101,26 +146,25 @@ def simulate(
         raise ConfigError(f"utilisation: expected a share of the bandwidth above 0 and up to 1, got {utilisation!r}")
     if latency_s is not None and not 0 <= latency_s < math.inf:
         raise ConfigError(f"latency_s: expected seconds of at least 0, got {latency_s!r}")
-    graph = _graph(traces, hardware)
-    times = [seconds(t, hardware, traces[p[0]], utilisation, latency_s) for t, p in zip(graph.tasks, graph.places, strict=True)]
-    begins, ends, waited = _run(graph, times)
-    step_s = max(ends, default=0.0)
-    spans = [(*place, begin, end) for place, begin, end in zip(graph.places, begins, ends, strict=True)]
+    settings = hardware, utilisation, latency_s
+    flow = _flow(traces, 1, *settings)
+    if flow.leaves_something or any(number < 0 for trace in traces for task in trace.tasks for number in task.after):
+        flow = _flow(traces, _REPEATED, *settings)
+    begin, end = flow.step
+    spans = flow.spans()
     critical: dict[Resource, float] = defaultdict(float)
     waits: dict[tuple[Resource, str], float] = defaultdict(float)
-    number = max(range(len(ends)), key=ends.__getitem__) if ends else None
-    while number is not None:
-        task = graph.tasks[number]
-        if times[number]:
-            slowest = resource_seconds(task, hardware, traces[graph.places[number][0]], utilisation, latency_s)
-            resource = max(slowest, key=slowest.__getitem__)
-            critical[resource] += times[number]
-            waits[resource, kind_of(task)] += times[number]
-        number = waited[number]
+    for number, time in flow.path():
+        task = flow.graph.tasks[number]
+        slowest = resource_seconds(task, hardware, traces[flow.graph.places[number][0]], utilisation, latency_s)
+        resource = max(slowest, key=slowest.__getitem__)
+        critical[resource] += time
+        waits[resource, kind_of(task)] += time
+    step_s = end - begin
     flops, tokens = sum(t.model_flops for t in traces) / len(traces), max(t.tokens for t in traces)
     return Simulation(
         step_s=step_s,
-        busy=_busy(graph, times, hardware),
+        busy=_busy(spans, traces, hardware),
         critical=dict(critical),
         waits=dict(waits),
         exposed_s=max(_exposed(traces[n], [s for s in spans if s[0] == n]) for n in range(len(traces))),
@@ -132,12 +176,26 @@ def simulate(
     )
 
 
+def _flow(traces: Sequence[Trace], steps: int, hardware: Hardware, utilisation: float, latency_s: float | None) -> _Flow:
+    repeated = [trace.repeated(steps) for trace in traces] if steps > 1 else traces
+    graph = _graph(repeated, [len(trace.tasks) for trace in traces], hardware)
+    times = [seconds(t, hardware, traces[p[0]], utilisation, latency_s) for t, p in zip(graph.tasks, graph.places, strict=True)]
+    goals: list[list[int]] = [[] for _ in range(steps)]
+    first = 0
+    for trace in traces:
+        for step in goals:
+            step += [first + number for number in trace.end or range(len(trace.tasks))]
+            first += len(trace.tasks)
+    return _Flow(graph, times, *_run(graph, times), goals)
+
+
 def kind_of(task: Task) -> str:
     """The first word of its name: "gather", "forward"."""
     return task.name.partition(" ")[0]
 
 
-def _graph(traces: Sequence[Trace], hardware: Hardware) -> _Graph:
+def _graph(traces: Sequence[Trace], sizes: Sequence[int], hardware: Hardware) -> _Graph:
+    """sizes: tasks of one step of each trace."""
     graph = _Graph([], [], [], [])
     sends: dict[str, list[int]] = defaultdict(list)
     receives: list[tuple[str, int]] = []
@@ -151,8 +209,8 @@ def _graph(traces: Sequence[Trace], hardware: Hardware) -> _Graph:
             elif task.channel:
                 receives.append((task.channel, own))
             graph.tasks.append(task)
-            graph.places.append((place, number))
-            graph.before.append([first + each for each in task.after])
+            graph.places.append((place, number % sizes[place]))
+            graph.before.append([first + each for each in task.after if each >= 0])
             graph.lines.append([lines[lane] for lane in {hardware.lane(resource) for resource in task.nbytes}])
     taken: dict[str, int] = defaultdict(int)
     for channel, number in receives:
@@ -231,11 +289,11 @@ def _circle(graph: _Graph, stuck: set[int]) -> str:
     return f"this schedule never ends: {said}. Start what others wait for before what waits for them."
 
 
-def _busy(graph: _Graph, times: Sequence[float], hardware: Hardware) -> dict[Resource, float]:
+def _busy(spans: Sequence[Span], traces: Sequence[Trace], hardware: Hardware) -> dict[Resource, float]:
     by_trace: dict[tuple[int, Resource], float] = defaultdict(float)
-    for task, (place, _), time in zip(graph.tasks, graph.places, times, strict=True):
-        for lane in {hardware.lane(resource) for resource in task.nbytes}:
-            by_trace[place, lane] += time
+    for place, number, begin, end in spans:
+        for lane in {hardware.lane(resource) for resource in traces[place].tasks[number].nbytes}:
+            by_trace[place, lane] += end - begin
     return {r: max(s for (_, of), s in by_trace.items() if of is r) for r in Resource if any(of is r for _, of in by_trace)}
 
 

@@ -37,9 +37,10 @@ class Task:
     sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
     flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. products: those among
     them that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart. peers: ranks that meet in a collective.
-    numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins. channel: of
-    a send or receive between stages: what joins the two, see `simulator.py`. distinct: of a collective: each peer gets other
-    bytes (an all-to-all), so nothing can be passed on from rank to rank, as it is in a ring.
+    numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
+    of the same step before, counted from its last (-1). channel: of a send or receive between stages: what joins the two, see
+    `simulator.py`. distinct: of a collective: each peer gets other bytes (an all-to-all), so nothing can be passed on from rank
+    to rank, as it is in a ring.
     """
 
     name: str
@@ -66,11 +67,12 @@ class Task:
 class Trace:
     """Tasks in the order in which they were started; a task's number is its place.
 
-    rank: whose. axes: ranks along each axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated
+    end: what the rank has waited for when it goes on to the next step; empty: everything. rank: whose. axes: ranks along each axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated
     forwards: what the throughput of a model is counted by. tokens: of the step, of this rank.
     """
 
     tasks: list[Task] = field(default_factory=list)
+    end: tuple[int, ...] = ()
     rank: int = 0
     axes: dict[str, int] = field(default_factory=lambda: {"dp": 1})
     node_size: int = 1
@@ -82,6 +84,17 @@ class Trace:
         assert all(number < len(self.tasks) for number in task.after), f"{task.name} waits for a task to come"
         self.tasks.append(task)
         return len(self.tasks) - 1
+
+    def repeated(self, times: int) -> Trace:
+        """The same step several times, each begun where the rank goes on from the one before."""
+        size, end, tasks = len(self.tasks), self.end or tuple(range(len(self.tasks))), []
+        for first in range(0, times * size, size):
+            for task in self.tasks:
+                after = {first + number for number in task.after if first or number >= 0}
+                if first and all(number < 0 for number in task.after):
+                    after |= {first - size + number for number in end}
+                tasks.append(replace(task, after=tuple(sorted(after))))
+        return replace(self, tasks=tasks, end=tuple((times - 1) * size + number for number in end))
 
     def total(self, resource: Resource, phases: Iterable[str] | None = None) -> float:
         """Bytes of one resource in a step."""

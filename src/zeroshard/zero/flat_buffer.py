@@ -23,6 +23,7 @@ from ..comm.base import Comm, Region, Work
 from ..config import Config, Placement, Tier
 from ..memory.ledger import GATHERED, GRADIENTS, PARAMETERS, PARTIAL, Ledger, claimed
 from ..memory.pool import StagingPool
+from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Pending, Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
@@ -163,7 +164,7 @@ class ParameterBuffer:
     def gather(self) -> Work:
         """Start to fill `full` from the shards of all ranks (ZeRO-3's all-gather; after a step in stages 1, 2)."""
         if self.sharded and not self.mapped and not self._present:
-            self.full.untyped_storage().resize_(self._full_nbytes)
+            take_again(self.full, self._full_nbytes)
             self.ledger.enter(GATHERED, self._full_nbytes)
             self._present = True
         work = self._start_gather()
