@@ -46,6 +46,7 @@ class Recorder(Watcher):
         self.moments: list[Moment] = []
         self.forward_flops = 0.0
         self._last: Ticket = ()
+        self._joined: set[int] = set()  # what was waited for once, and what comes is after
         self._before: list[Task] = []  # of the trace before
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels, self._products = 0.0, 0, 0
@@ -82,7 +83,7 @@ class Recorder(Watcher):
         """A new trace; what was started before is over."""
         self.flush()
         self._before = self.trace.tasks
-        self.trace, self._last, self.moments, self.forward_flops = trace, (), [], 0.0
+        self.trace, self._last, self._joined, self.moments, self.forward_flops = trace, (), set(), [], 0.0
         self.meter.begin()
         self._began += 1
 
@@ -150,16 +151,18 @@ class Recorder(Watcher):
         numbers = tuple(number for number in ticket if number >= 0)
         if -self._began not in ticket:  # it was started in the step before, or earlier
             numbers = tuple(n - len(self._before) for n in numbers) if 1 - self._began in ticket else ()
-        if set(numbers) - set(self._last):
+        new = [number for number in dict.fromkeys(numbers) if number not in self._last and number not in self._joined]
+        if new:
             self.flush()
-            self._last = tuple(dict.fromkeys((*self._last, *numbers)))
+            self._last = (*self._last, *new)
+            self._joined.update(new)
 
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
         self.flush()
-        before, self._last = self._last, self._last
+        before, joined, self._joined = self._last, self._joined, set()
         result = work()
         self.flush()
-        after, self._last = self._last, before
+        after, self._last, self._joined = self._last, before, joined
         return result, (*(number for number in after if number >= 0), -self._began)
 
     @contextlib.contextmanager
