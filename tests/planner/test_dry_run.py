@@ -145,6 +145,8 @@ def test_what_is_no_batch_model_or_count_gets_a_sentence():
     for count in (0, -1, 1.5):
         refused("micro_batches: expected", micro_batches=count)
         refused("node_size: expected", node_size=count)
+    for name in ("hold", "separate", "whole"):
+        refused(f"{name}: expected True or False, got 3", **{name: 3})
     refused("optimizer: expected a function", optimizer=3)
     refused("axes: expected ranks by axis", axes=7, ranks=None)
     refused("expected a function that makes the model", GPT(SHAPE))

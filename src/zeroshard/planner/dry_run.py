@@ -78,7 +78,7 @@ def plan(
     axes = _axes(ranks, axes)
     if not _whole(rank, 0) or rank >= _product(axes):
         raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
-    _check(model_fn, batch, loss, optimizer, micro_batches, node_size)
+    _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
     kind = Imagination(node_size, separate, not separate and node_size is None, recorder)
@@ -160,7 +160,9 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check(model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object) -> None:
+def _check(
+    model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object, **switches: object
+) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
         raise ConfigError(f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}.")
     shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
@@ -172,6 +174,9 @@ def _check(model_fn: object, batch: object, loss: object, optimizer: object, mic
     for name, value in (("micro_batches", micro_batches), ("node_size", 1 if node_size is None else node_size)):
         if not _whole(value, 1):
             raise ConfigError(f"{name}: expected a whole number of at least 1, got {value!r}.")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}: expected True or False, got {value!r}.")
 
 
 def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
