@@ -15,19 +15,12 @@ it off, and only before a process begins: `quiet_heap`, which launchers give to 
 from __future__ import annotations
 
 import ctypes
-import functools
-import mmap
 import os
 import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
-
-from ..io.aligned import round_down, round_up
 
 try:
     import resource
@@ -38,8 +31,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free at the top of the heap
 MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
 _RETURNED_NBYTES = 1 << 20
-_HUGE_NBYTES = 4 << 20  # two huge pages at least
-_mapped_nbytes = MMAP_NBYTES  # blocks of so many bytes are mapped by themselves
+_mapped_nbytes = MMAP_NBYTES
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
 _CACHE, _HUGE = "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 
@@ -66,17 +58,9 @@ def return_freed_memory() -> bool:
     return _set_malloc(trim_nbytes=_RETURNED_NBYTES, mmap_nbytes=_RETURNED_NBYTES)
 
 
-def use_huge_pages(tensor: Tensor) -> None:
-    """Of a block that the C library has just mapped, and unmaps when it is freed: 50 MB are filled in 10 ms instead of 34-40,
-    for what the system takes to clear 12,000 pages. Blocks of its heap stay as they are: they are not cleared again."""
-    if tensor.nbytes >= max(_HUGE_NBYTES, _mapped_nbytes) and hasattr(mmap, "MADV_HUGEPAGE"):
-        begin, end = round_up(tensor.data_ptr()), round_down(tensor.data_ptr() + tensor.nbytes)
-        _madvise()(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)  # refused: as before
-
-
-@functools.cache
-def _madvise() -> Any:
-    return ctypes.CDLL(None).madvise
+def mapped_nbytes() -> int:
+    """Blocks of so many bytes, and larger ones, are mapped anew each time; smaller ones come from the C library's heap."""
+    return _mapped_nbytes
 
 
 def _set_malloc(trim_nbytes: int, mmap_nbytes: int) -> bool:
