@@ -478,7 +478,7 @@ def test_ranks_begin_with_a_quiet_heap(monkeypatch):
 
 
 _FRESH = """
-import resource, sys
+import re, sys
 import torch
 from zeroshard.memory import host_memory
 from zeroshard.memory.release import take_again
@@ -488,10 +488,13 @@ full, nbytes = torch.empty(int(sys.argv[2]), dtype=torch.uint8), int(sys.argv[2]
 for _ in range(2):
     full.untyped_storage().resize_(0)
     take_again(full, nbytes)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     full.fill_(1)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(faults)
+middle, inside = full.data_ptr() + nbytes // 2, False
+for line in open("/proc/self/smaps"):
+    if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+        inside = int(bounds[1], 16) <= middle < int(bounds[2], 16)
+    elif inside and line.startswith("VmFlags:"):
+        print(*line.split()[1:])
 """
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -499,8 +502,8 @@ _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 @pytest.mark.skipif(not _HUGE.exists() or "[never]" in _HUGE.read_text(), reason="the system gives no huge pages")
 @pytest.mark.parametrize(("mode", "mib"), [("kept", 48), ("returned", 16)])
 def test_a_gathered_unit_whose_memory_is_mapped_anew_has_huge_pages(mode, mib):
-    """Of 4 KiB pages 48 MiB would be 12,288 faults, in each gather."""
+    """Of 4 KiB pages 48 MiB would be 12,288 faults, in each gather. That they are asked for ("hg"); the system may have none left."""
     command = [sys.executable, "-c", _FRESH, mode, str(mib << 20)]
     environment = os.environ | {"GLIBC_TUNABLES": "", "OMP_NUM_THREADS": "1"}  # as torchrun starts a rank
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert int(found.stdout) < (mib << 20) // 4096 / 4
+    assert "hg" in found.stdout.split()
