@@ -441,6 +441,7 @@ print(libc.sbrk(0) - begin >> 20)
 """
 
 
+# later ones have no such fault to mend; that they are given no such variable is tested below, on every system
 @pytest.mark.skipif("tcache_count" not in str(host_memory.quiet_heap({})), reason="of glibc before 2.39")
 def test_a_freed_block_serves_the_next_one_of_its_size():
     """One block of 11 MiB at a time, and small ones that come and go: the heap has room for two, not for eight."""
@@ -470,6 +471,7 @@ def _own_tunables(rank: int, world_size: int) -> bytes:
     return Path("/proc/self/environ").read_bytes()
 
 
+# other C libraries have no such variables; that none is given there is tested above
 @pytest.mark.skipif(not host_memory.quiet_heap({}), reason="of glibc")
 def test_ranks_begin_with_a_quiet_heap(monkeypatch):
     monkeypatch.setattr(launch, "_method", "spawn")  # forks have what their server began with
@@ -499,6 +501,7 @@ for line in open("/proc/self/smaps"):
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+# asking has no effect there, and gathers are as in every other test
 @pytest.mark.skipif(not _HUGE.exists() or "[never]" in _HUGE.read_text(), reason="the system gives no huge pages")
 @pytest.mark.parametrize(("mode", "mib"), [("kept", 48), ("returned", 16)])
 def test_a_gathered_unit_whose_memory_is_mapped_anew_has_huge_pages(mode, mib):

@@ -3,7 +3,7 @@
     python -m zeroshard.bench.predictions                              ten configurations, some three minutes
     python -m zeroshard.bench.predictions --only gpt-3 --details       those whose names contain it, and each category of bytes
     python -m zeroshard.bench.predictions --time hardware.toml         seconds too, on what `zeroshard bench --calibrate` has written
-    python -m zeroshard.bench.predictions --time now                   the same, calibrated before and after each; eleven minutes
+    python -m zeroshard.bench.predictions --time now                   the same, calibrated before and after each; six minutes
 
 Each is run three times: imagined; by two processes that train (resident memory, seconds); and by these once more, looked at
 operator by operator. *Entered*: bytes in ledgers, which the runtime allocates; *live*: and all other tensors. *Resident*: how much

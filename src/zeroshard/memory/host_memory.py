@@ -9,7 +9,8 @@ on disk memory is what is short: there blocks of 1 MiB and more are mapped, and 
 Most holes are of one making. torch aligns blocks to 64 bytes, and glibc does so by cutting pieces off a larger one. Before 2.39
 (bug 30723) these pieces go to the thread's cache of small blocks, from which whatever is small takes them: the hole that the
 block leaves is then too short for the next one of the same size. Without that cache they merge again. Only a variable turns
-it off, and only before a process begins: `quiet_heap`, which launchers give to their ranks.
+it off, and only before a process begins: `quiet_heap`, which launchers give to their ranks. So it is with huge pages for blocks
+that are mapped afresh; gathered units ask for them in any case (`release.py`).
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class Task:
     flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. products: those among
     them that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart. peers: ranks that meet in a collective.
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
-    of the same step before, counted from its last (-1). channel: of a send or receive between stages: what joins the two, see
-    `simulator.py`. distinct: of a collective: each peer gets other bytes (an all-to-all), so nothing can be passed on from rank
+    of the step before, counted from its last (-1). channel: of a send or receive between stages: what joins the two, see
+    `simulate.py`. distinct: of a collective: each peer gets other bytes (an all-to-all), so nothing can be passed on from rank
     to rank, as it is in a ring.
     """
 
@@ -67,8 +67,9 @@ class Task:
 class Trace:
     """Tasks in the order in which they were started; a task's number is its place.
 
-    end: what the rank has waited for when it goes on to the next step; empty: everything. rank: whose. axes: ranks along each axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated
-    forwards: what the throughput of a model is counted by. tokens: of the step, of this rank.
+    end: what the rank has waited for when it goes on to the next step; empty: everything. rank: whose. axes: ranks along each
+    axis of the mesh. node_size: ranks of a node. model_flops: of the step, without repeated forwards: what the throughput of a
+    model is counted by. tokens: of the step, of this rank.
     """
 
     tasks: list[Task] = field(default_factory=list)
