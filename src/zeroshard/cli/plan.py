@@ -39,7 +39,7 @@ class Options(PlanOptions):
     lossy: bool = _option(False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true")
     config: str | None = _option(None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed")
     offload_path: str | None = _option(None, "with --auto: folder on a local disk of the machines that will train, for what rests there")
-    try_seconds: float = _option(45.0, "to look for changes that would make it fit; 0: none", type=float)
+    try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float)
     brief: bool = _option(False, "print one line", action="store_true")
 
     def __post_init__(self) -> None:
