@@ -25,9 +25,11 @@ from torch.utils._pytree import tree_map_only
 from ..errors import ShardedAccessError, ShardedWriteError, StatesAway, ZeroshardError
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import chunk_list, shard_at, write_items
+from .differentiable import ReadableSlices, ReadableWhole
 from .memory_access import HasNoMemory
 from .norms import allow_foreach, foreach_norm, whole_norm
 from .op_classes import computes
+from .refusals import remedy_of
 from .rows import RangeHome
 
 aten = torch.ops.aten
@@ -75,8 +77,11 @@ class Home(Protocol):
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`."""
 
+    def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
+        """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
 
-class ShardedTensor(HasNoMemory, torch.Tensor):
+
+class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
     """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches what is at rest
@@ -141,14 +146,6 @@ class ShardedTensor(HasNoMemory, torch.Tensor):
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
-
-    def to_local(self) -> Tensor:
-        """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor."""
-        return self._local
-
-    def full_tensor(self) -> Tensor:
-        """The whole tensor, a copy, on every rank (collective)."""
-        return self._home.gather_local(self._local).view(self.shape)
 
     def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
         """Set elements of this rank's slice, wherever it rests; which, as in torch.as_strided."""
@@ -225,7 +222,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_post_accumulate_grad_hook(hook)
 
 
-class ReplicatedParameter(nn.Parameter):
+class ReplicatedParameter(ReadableWhole, nn.Parameter):
     """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
 
     _home: Home
@@ -266,13 +263,13 @@ class ReplicatedParameter(nn.Parameter):
         return copy.__reduce_ex__(protocol)
 
 
-class ReleasedParameter(nn.Parameter):
+class ReleasedParameter(ReadableWhole, nn.Parameter):
     """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
 
     _refusal: type[ZeroshardError] = ShardedAccessError
     _why = (
         "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
-        "take it from the module (a sharded parameter), or use zs.gathered(module)."
+        "or take that of the module whole: `module.weight.full_tensor()`, on all ranks."
     )
 
     @classmethod
@@ -315,8 +312,9 @@ def set_data(param: Tensor, value: Tensor) -> None:
 
 
 def clear_local_grad(param: Tensor) -> None:
-    """Drop what autograd has accumulated on a tensor."""
-    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+    """Drop what autograd has accumulated on a tensor, a released parameter included."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
 
 
 # -- operations ----------------------------------------------------------------------------------------------
@@ -333,37 +331,17 @@ def _is_local_foreach(func: Any) -> bool:
     return operation != name and operation not in ("max", "mm", "norm", "powsum")
 
 
-_NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
-
-
 def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     tensors = _sharded_in((args, kwargs))
     kind = ShardedWriteError if _writes_first(func) and isinstance(args[0], ShardedTensor) else ShardedAccessError
     names = list(dict.fromkeys(t._home.name for t in tensors))
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
-    remedy = _remedy(func._schema.name, of_gradient, kind is ShardedWriteError)
+    grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
         remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
-
-
-def _remedy(operation: str, of_gradient: bool, writes: bool) -> str:
-    """What to do in place of an operation that slices do not allow."""
-    if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
-        return (
-            "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
-            "the loss and skips steps with overflows itself (optimizer.last_step)."
-        )
-    if operation in _NORMS and not of_gradient:
-        return "For its norm take that of `p.full_tensor()`, on all ranks, or ask for it under torch.no_grad()."
-    if of_gradient:
-        return "Take `p.grad.full_tensor()`, or zs.full_gradients(model)."
-    if writes:
-        return "Run it inside `with zs.gathered(module, write=True):`."
-    return (
-        "Do it in the model's forward, run it inside `with zs.gathered(module):`, or take `p.full_tensor()`."
-    )
 
 
 def _sharded_in(tree: Any) -> list[ShardedTensor]:
@@ -484,7 +462,7 @@ def _local_of(operand: Any, lead: ShardedTensor) -> Any:
         if operand.shape != lead.shape or not same:
             raise ShardedAccessError(
                 f"{operand._home.name} {tuple(operand.shape)} and {lead._home.name} {tuple(lead.shape)} are cut "
-                "differently: expected two tensors sharded alike. Take full_tensor() of one of them."
+                "differently: expected two tensors sharded alike. Take full_tensor() of both, on all ranks."
             )
         return operand._local
     if isinstance(operand, Tensor) and operand.dim() > 0:

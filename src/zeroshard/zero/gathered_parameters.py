@@ -287,7 +287,7 @@ def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
         if not opened:
             raise ShardedAccessError(
                 f"{name}: a backward reached what was computed with it inside zs.gathered: the gradient is that of a copy, and "
-                "would be lost. Compute it in the model's forward, or under torch.no_grad()."
+                "would be lost. Compute it in the model's forward, or outside of zs.gathered with `p.full_tensor()`: gradients go through both."
             )
 
     return refuse_late
@@ -301,7 +301,7 @@ _REMEDIES = {
     "written": "Announce it: zs.gathered(module, write=True).",
     "replaced": "Write in place (p.copy_(...)); to exchange parameters zs.close(model) first.",
     "resized": "zs.close(model) first, resize, then zs.shard() it again.",
-    "given a gradient": "Run backward() outside: here it reaches copies, not the model's parameters.",
+    "given a gradient": "Copies got it, not the model. Run forward and backward outside, on `p.full_tensor()` where a loss is one of parameters.",
 }
 
 

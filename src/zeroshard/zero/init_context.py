@@ -76,6 +76,12 @@ class BirthHome:
         if value is not None:
             raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
 
+    def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
+        def arrive(_: Tensor) -> Tensor:
+            raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
+
+        return arrive
+
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented
 

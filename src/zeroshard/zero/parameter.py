@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..comm.base import Comm
-from ..errors import ModelChanged
+from ..errors import ModelChanged, ShardedWriteError
 from ..io.aligned import bytes_of
 from ..tensor.distributed import Distribution, local_of
 from ..tensor.sharded_tensor import ShardedTensor
@@ -148,6 +150,24 @@ class ParamHome:
             )
         with torch.no_grad():
             param.copy_(value)
+
+    def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
+        runtime, unit, seen, shape = self.group.runtime, self.group.unit, self.group.unit.writes, self.group.specs[self.index].shape
+        enters = not runtime.in_forward  # what a forward computes is scaled with its outputs
+
+        def arrive(grad: Tensor) -> Tensor:
+            grad = runtime.scale_entering(grad) if enters else grad
+            if not sliced:
+                return grad
+            if unit.writes != seen:
+                raise ShardedWriteError(
+                    f"{self.name}: written (by a step, a load, in place) between to_local() and the backward of what was computed with it. "
+                    "Call backward first, or to_local() again."
+                )
+            around = (self.start, math.prod(shape) - self.stop)
+            return F.pad(grad * self.comm.world_size, around).view(shape)  # the reduction divides what one rank alone has
+
+        return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)

@@ -165,6 +165,10 @@ class Runtime:
             output.register_hook(self._scale)
         return output
 
+    def scale_entering(self, grad: Tensor) -> Tensor:
+        """A gradient that enters the model by none of its outputs, as that of p.full_tensor() does."""
+        return grad if self.progress.scaler is None else self._scale(grad)
+
     def _scale(self, grad: Tensor) -> Tensor:
         self._await_end().scaled = True
         return grad * self.progress.loss_scale
@@ -394,7 +398,8 @@ class Runtime:
         if self.progress.scaler is not None and self.reductions.touched and not self.backward.scaled:
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
-                "submodule called directly), so the loss scale could not be applied. Return such losses from forward."
+                "submodule called directly), so the loss scale could not be applied. Return such losses from forward; a loss of "
+                "parameters alone is scaled where it is one of `p.full_tensor()`."
             )
         take_part(self, None)
         self.account.ending()

@@ -72,11 +72,14 @@ class Schedule:
     def skipped(self, visit: Visit | None) -> list[Visit]:
         """Of a training step: visits that the record expects before this one, if it expects this one at all (None: before the end).
 
-        Not of a step that begins in backward, a second one over the same graph: that is none in which a unit was not used.
+        Not of a step that begins in backward, a second one over the same graph, nor of a backward that enters no unit (of a loss of
+        the parameters alone, `p.full_tensor()`): those are none in which a unit was not used.
         """
         upcoming = self.upcoming(training=True)
-        if visit is None or (visit.backward and not self.tracks[True].current):
-            return upcoming if visit is None else []
+        if (visit is None or visit.backward) and not self.tracks[True].current:
+            return []
+        if visit is None:
+            return upcoming
         return upcoming[: upcoming.index(visit)] if visit in upcoming else []
 
     def restart(self) -> None:

@@ -366,7 +366,7 @@ class Builder:
                 original.data = view  # hooks and identity stay
                 fresh = original
             fresh = self.replaced.get(id(original), original)
-            if type(fresh) is nn.Parameter and group.trainable:
+            if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
             group.params.append(fresh)

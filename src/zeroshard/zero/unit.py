@@ -124,7 +124,7 @@ class ParamGroup:
             if self.values.sharded:
                 param._held = None if self.values.staged else self.local(index)  # type: ignore[attr-defined]
             else:
-                param.__class__ = ReplicatedParameter if self.trainable else nn.Parameter
+                param.__class__ = ReplicatedParameter
         if not self.values.sharded and self.values.renew_views():
             for param, view in zip(self.params, self.values.views, strict=True):
                 set_data(param, view)
@@ -463,6 +463,10 @@ class Unit:
         specs = [spec for group in self.groups for spec in group.specs]
         written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
         self._seen_versions = self._versions()
+        if not self.in_backward:  # else what ends that does it
+            self.swap_out()
+        if not (self.in_backward or self.kept):
+            self.release()
         raise ShardedWriteError(
             f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "
             "Write it before or after the forward, under torch.no_grad(): what nn.Embedding(max_norm=...) does, after each step in "

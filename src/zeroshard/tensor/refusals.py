@@ -1,0 +1,29 @@
+"""What to do in place of an operation that slices do not allow. Each remedy is tried by a test (tests/zero/test_remedies.py)."""
+
+from __future__ import annotations
+
+_NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
+
+
+def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> str:
+    """What to do in place of an operation that slices do not allow. grows: autograd would go on from it."""
+    if operation == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        return (
+            "torch.amp.GradScaler needs whole gradients: leave it out, and give precision='fp16' to zs.shard(), which scales "
+            "the loss and skips steps with overflows itself (optimizer.last_step)."
+        )
+    if operation in _NORMS and not of_gradient:
+        return "For its norm take that of `p.full_tensor()`, on all ranks, or ask for it under torch.no_grad()."
+    if of_gradient:
+        return "Take `p.grad.full_tensor()`, or zs.full_gradients(model)."
+    if writes:
+        return "Run it inside `with zs.gathered(module, write=True):`."
+    if grows:
+        return (
+            "Do it in the model's forward, or with `p.full_tensor()`, on all ranks: gradients go through both. To look at values alone, "
+            "`with torch.no_grad(), zs.gathered(module):` (write=True to change them)."
+        )
+    return (
+        "Do it in the model's forward, run it inside `with zs.gathered(module):` (write=True to change it), or take "
+        "`p.full_tensor()`, on all ranks."
+    )
