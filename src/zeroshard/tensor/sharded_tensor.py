@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ShardedAccessError, ShardedWriteError, StatesAway, ZeroshardError
+from ..utils.autograd import in_backward
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import chunk_list, shard_at, write_items
 from .memory_access import HasNoMemory
@@ -267,7 +268,12 @@ class ReplicatedParameter(nn.Parameter):
 
 
 class ReleasedParameter(nn.Parameter):
-    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
+    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward.
+
+    Inside of a backward it is gathered when it is used (a function may keep it in its `ctx`); elsewhere it is not to be read.
+    """
+
+    _gather: Callable[[], None] | None = None  # for the backward that runs; of each unit's subclass
 
     _refusal: type[ZeroshardError] = ShardedAccessError
     _why = (
@@ -277,11 +283,18 @@ class ReleasedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        reads_data = getattr(func, "__self__", None) is torch.Tensor.data
-        if getattr(func, "__name__", "") in _HARMLESS and not reads_data:
+        if getattr(func, "__name__", "") in _HARMLESS and getattr(func, "__self__", None) not in _VIEWS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise cls._refusal(cls._why)
+        if cls._gather is None or not in_backward():
+            raise cls._refusal(cls._why)
+        cls._gather()  # its parameters are ordinary ones now
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def of_unit(cls, gather: Callable[[], None]) -> type[ReleasedParameter]:
+        """The class of one unit's parameters. gather: makes the unit ready for the backward that runs."""
+        return type(cls.__name__, (cls,), {"_gather": staticmethod(gather), "__module__": cls.__module__})
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return "ReleasedParameter(its unit is not gathered)"
@@ -301,6 +314,7 @@ class AwayParameter(ReleasedParameter):
         return "AwayParameter(see zs.reload_states)"
 
 
+_VIEWS = tuple(getattr(torch.Tensor, name) for name in ("data", "T", "mT", "H", "mH", "real", "imag"))  # attributes that read
 _HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
 
 
@@ -315,8 +329,9 @@ def set_data(param: Tensor, value: Tensor) -> None:
 
 
 def clear_local_grad(param: Tensor) -> None:
-    """Drop what autograd has accumulated on a tensor."""
-    torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+    """Drop what autograd has accumulated on a tensor, of which nothing else is looked at: it may be released."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
 
 
 # -- operations ----------------------------------------------------------------------------------------------

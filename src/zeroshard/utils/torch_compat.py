@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,11 +15,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 def alone(tensor: torch.Tensor) -> bool:
     """Whether nothing else has the memory of a tensor: no view, no detached alias, no array. False where torch does not tell."""
-    owners = getattr(torch._C, "_storage_Use_Count", None)
-    if owners is None:
-        return False
-    fresh = torch.empty(1, device="cpu")
-    return owners(tensor.untyped_storage()._cdata) == owners(fresh.untyped_storage()._cdata)
+    return references(tensor) == references(torch.empty(1, device="cpu")) != 0
 
 
 def original(module: torch.nn.Module) -> torch.nn.Module:
@@ -30,29 +23,15 @@ def original(module: torch.nn.Module) -> torch.nn.Module:
     return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
-_idle = threading.local()
+def references(tensor: torch.Tensor) -> int:
+    """How many tensors (views, detached aliases, what autograd has saved) have the memory of this one; 0 where torch does not tell."""
+    owners = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if owners is None else owners(tensor.untyped_storage()._cdata)
 
 
-def idle_nodes() -> int:
-    """Nodes of autograd's graph that torch's own checkpoints have made on this thread and that lead nowhere."""
-    return getattr(_idle, "count", 0)
-
-
-def _count_idle_nodes() -> None:
-    """Before torch 2.13 a checkpoint keeps its inputs in a node of its own, of which no output depends."""
-    saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
-    if saver is None:
-        return
-    plain = saver.forward
-
-    def forward(*args: Any) -> Any:
-        _idle.count = idle_nodes() + 1
-        return plain(*args)
-
-    saver.forward = staticmethod(forward)
-
-
-_count_idle_nodes()
+def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost saved-tensor hooks (pack, unpack) in force on this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextlib.contextmanager
