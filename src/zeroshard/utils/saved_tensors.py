@@ -10,6 +10,7 @@ therefore hand all others to the hooks around them, or do for them what autograd
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,5 @@ class Saved:
         return self.tensor
 
 
-def restored(packed: Any) -> Tensor:
-    """The `unpack` of hooks whose packed objects have a method `restore`."""
-    return packed.restore()
+#: The `unpack` of hooks whose packed objects have a method `restore`.
+restore = operator.methodcaller("restore")

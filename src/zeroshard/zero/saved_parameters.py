@@ -13,6 +13,9 @@ reach unseen is left to those who refer to it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -20,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ShardedAccessError
 from ..utils.autograd import memory_of
-from ..utils.saved_tensors import Outer, Packed, Saved, restored
+from ..utils.saved_tensors import Outer, Packed, Saved, restore
 from .unit import ParamGroup, Unit
 
 
@@ -43,17 +46,21 @@ class SavedParameter:
 
 
 class SavedWrapper:
-    """A tensor of a subclass that wraps such views, as a DTensor does."""
+    """A tensor of a subclass that wraps such views, as a DTensor does. counted: as above."""
 
-    __slots__ = ("context", "counted", "kind", "parts", "shape", "stride")
+    __slots__ = ("context", "counted", "kind", "others", "parts", "shape", "stride")
 
-    def __init__(self, tensor: Tensor, parts: dict[str, SavedParameter | SavedWrapper | Saved], context: object, counted: object) -> None:
-        self.kind, self.parts, self.context, self.counted = type(tensor), parts, context, counted
-        self.shape, self.stride = tensor.shape, tensor.stride()
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any], counted: object) -> None:
+        """pack: gives an object with a method `restore` for a tensor that it wraps."""
+        names, self.context = tensor.__tensor_flatten__()
+        inside = {name: getattr(tensor, name) for name in names}
+        self.parts = {name: pack(part) for name, part in inside.items() if isinstance(part, Tensor)}
+        self.others = {name: part for name, part in inside.items() if not isinstance(part, Tensor)}  # a mesh
+        self.kind, self.shape, self.stride, self.counted = type(tensor), tensor.shape, tensor.stride(), counted
 
     def restore(self) -> Tensor:
-        parts = {name: part.restore() for name, part in self.parts.items()}
-        return self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.stride)
+        inside = self.others | {name: part.restore() for name, part in self.parts.items()}
+        return self.kind.__tensor_unflatten__(inside, self.context, self.shape, self.stride)
 
 
 class SavedParameters:
@@ -72,7 +79,7 @@ class SavedParameters:
 
     def push(self, unit: Unit) -> None:
         """A forward of the unit begins: what it saves of gathered parameters are handles."""
-        hooks = saved_tensors_hooks(_Hooks(self).pack, restored)
+        hooks = saved_tensors_hooks(_Hooks(self).pack, restore)
         try:
             hooks.__enter__()
         except RuntimeError as error:
@@ -92,7 +99,10 @@ class SavedParameters:
 
     def group_of(self, tensor: Tensor) -> ParamGroup | None:
         """Whose gathered memory a tensor has."""
-        return self._groups.get(memory_of(tensor))
+        try:
+            return self._groups.get(tensor.untyped_storage()._cdata)
+        except RuntimeError:  # of a layout, or a transform of torch.func, without memory of its own
+            return None
 
 
 class _Hooks:
@@ -108,10 +118,10 @@ class _Hooks:
         group = self.saved.group_of(tensor)
         if group is not None:
             return SavedParameter(tensor, group, self.outer.count(tensor))
-        if type(tensor) is not Tensor and is_traceable_wrapper_subclass(tensor) and self._wraps_parameters(tensor):
-            names, context = tensor.__tensor_flatten__()
-            counted = self.outer.count(tensor)
-            return SavedWrapper(tensor, {name: self._inner(getattr(tensor, name)) for name in names}, context, counted)
+        if type(tensor) is Tensor:
+            return Saved(tensor) if self.outer.hooks is None else self.outer.pack(tensor)
+        if self._wraps_parameters(tensor):
+            return SavedWrapper(tensor, self._inner, self.outer.count(tensor))
         return self.outer.pack(tensor)
 
     def _inner(self, part: Tensor) -> SavedParameter | SavedWrapper | Saved:
@@ -119,14 +129,12 @@ class _Hooks:
         group = self.saved.group_of(part)
         if group is not None:
             return SavedParameter(part, group, None)
-        if is_traceable_wrapper_subclass(part):
-            names, context = part.__tensor_flatten__()
-            return SavedWrapper(part, {name: self._inner(getattr(part, name)) for name in names}, context, None)
-        return Saved(part)
+        return SavedWrapper(part, self._inner, None) if self._wraps_parameters(part) else Saved(part)
 
     def _wraps_parameters(self, tensor: Tensor) -> bool:
+        if not is_traceable_wrapper_subclass(tensor):
+            return False
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return any(
-            self.saved.group_of(part) is not None or (is_traceable_wrapper_subclass(part) and self._wraps_parameters(part))
-            for part in parts
+            self.saved.group_of(part) is not None or self._wraps_parameters(part) for part in parts if isinstance(part, Tensor)
         )
