@@ -160,8 +160,8 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
         return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
-        runtime.exit(unit, output)
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        return runtime.exit(unit, output)
 
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))

@@ -41,7 +41,7 @@ from .prefetch import Prefetcher
 from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .skipped_units import take_part
-from .unit import ParamGroup, Phase, Unit
+from .unit import ParamGroup, Phase, Unit, UnitForward
 from .write_gate import WriteGate
 
 
@@ -183,8 +183,8 @@ class Runtime:
             if gathers:
                 self._begin(unit)
             unit.expose()
+            unit.forward = UnitForward(next_node())
             if gathers and unit.memories:
-                unit.first_node = next_node()
                 self.saved.push(unit)
         unit.depth += 1
 
@@ -198,32 +198,33 @@ class Runtime:
             self.frozen.follow()
         self._open(unit, backward=unit.in_backward)
 
-    def exit(self, unit: Unit, output: Any) -> None:
-        """A forward inside the unit has ended (output None: by an exception)."""
+    def exit(self, unit: Unit, output: Any) -> Any:
+        """A forward inside the unit has ended (output None: by an exception). What it returns."""
         if unit.depth == 0:
-            return  # it was refused before it began
+            return output  # it was refused before it began
         unit.depth -= 1
         if unit.depth > 0:
-            return
+            return output
         self.saved.pop(unit)
-        if unit.given is not None:
-            unit.given.hand_back()
-            unit.given = None
+        forward, unit.forward = unit.forward, None
+        if forward.given is not None:
+            forward.given.hand_back()
         if not unit.in_backward:
             unit.hide()
         if unit.pinned:
-            return
+            return output
         if output is not None:
             unit.check_unwritten()
             self.prefetcher.staged(self._in_training())
-            self._watch(unit, output)
+            output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'
         if unit.in_backward or not unit.sharded:
-            return
+            return output
         unit.swap_out()
         if not self.prefetcher.lives_on(unit, self._in_training()) and not (self._running and unit in self._viewed):
             unit.release()
+        return output
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
@@ -241,7 +242,7 @@ class Runtime:
                 args, kwargs = self.mark_inputs(unit, args, kwargs)
             output = function(*args, **kwargs)
         finally:
-            self.exit(unit, output)
+            output = self.exit(unit, output)
         return output
 
     def _in_training(self) -> bool:
@@ -259,8 +260,8 @@ class Runtime:
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
-        unit.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
-        return unit.given.value
+        unit.forward.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
+        return unit.forward.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:
         """Make the unit usable now, and start the gathers of what comes next."""
@@ -278,11 +279,15 @@ class Runtime:
         self._poll()
         self.prefetcher.ahead(training)
 
-    def _watch(self, unit: Unit, output: Any) -> None:
-        """Let the first gradient that reaches an output of the unit gather it again; find out who refers to its memory."""
+    def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
+        """Let the first gradient that reaches an output of the unit gather it again; find out who refers to its memory.
+
+        first_node: the number of the first node of autograd's graph that the forward has made. Returns the output; in place of a
+        parameter itself, whose memory is released, it has a view of it.
+        """
         training, memories = torch.is_grad_enabled(), unit.memories
         if not (unit.sharded or unit.distributed) or not (training or memories):
-            return
+            return output
 
         seen = unit.writes
 
@@ -291,16 +296,20 @@ class Runtime:
             self.begin_unit_backward(unit)
 
         tensors = find_tensors(output)
+        views = any(memory_of(tensor) in memories for tensor in tensors)
+        if views:
+            self.lend_out(unit)
+            output = map_tensors(lambda x: x.view_as(x) if isinstance(x, nn.Parameter) and memory_of(x) in memories else x, output)
+            tensors = find_tensors(output)
         for tensor in tensors if training else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
-        if any(memory_of(tensor) in memories for tensor in tensors):
-            self.lend_out(unit)
-        elif unit.referred and not (training and leads_to_all(unit.first_node, tensors)):
+        if not views and unit.referred and not (training and leads_to_all(first_node, tensors)):
             unit.lent = True  # backward, or the program, may come to its memory when the unit is released
+        return output
 
     def lend_out(self, unit: Unit) -> None:
         """A forward of the unit returns views of its memory: they are used soon, so it stays gathered until the model's forward is over.
@@ -512,7 +521,7 @@ class Runtime:
         for unit in self.units:
             unit.depth, unit.in_backward = 0, False
             self.saved.pop(unit)
-            unit.given = None
+            unit.forward = None
             unit.hide()
             unit.swap_out()
             unit.release()

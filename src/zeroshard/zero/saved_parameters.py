@@ -89,13 +89,12 @@ class SavedParameters:
                 f"{unit.name}: saved-tensor hooks are disabled here ({error}), without which backward would read released parameters. "
                 "Gather them around it: `with zs.gathered(model):`."
             ) from error
-        unit.hooks = hooks
+        unit.forward.hooks = hooks
 
     def pop(self, unit: Unit) -> None:
         """It is over. On the thread of `push`."""
-        if unit.hooks is not None:
-            unit.hooks.__exit__()
-            unit.hooks = None
+        if unit.forward is not None and unit.forward.hooks is not None:
+            unit.forward.hooks.__exit__()
 
     def group_of(self, tensor: Tensor) -> ParamGroup | None:
         """Whose gathered memory a tensor has."""

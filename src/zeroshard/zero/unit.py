@@ -30,14 +30,8 @@ from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
-from ..tensor.sharded_tensor import (
-    AwayParameter,
-    ReleasedParameter,
-    ReplicatedParameter,
-    ShardedParameter,
-    ShardedTensor,
-    set_data,
-)
+from ..tensor.released_parameter import AwayParameter, ReleasedParameter
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
 from ..utils.autograd import memory_of
 from ..utils.torch_compat import references
@@ -257,6 +251,19 @@ def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
         found.groups[0].runtime.need(found, found.writes)
 
 
+@dataclass
+class UnitForward:
+    """What is true while a forward runs inside of a unit.
+
+    first_node: the number of the first node of autograd's graph that it makes. hooks: of saved tensors. given: its arguments, where
+    some were marked.
+    """
+
+    first_node: int
+    hooks: Any = None
+    given: Any = None
+
+
 class Unit:
     """A named set of parameter groups with the modules through which it is entered."""
 
@@ -269,16 +276,15 @@ class Unit:
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
         self.lent = False  # at its release memory is left to those who refer to it
         self.lends = False  # a forward of it has returned views of its memory
-        self.hooks: Any = None  # of saved tensors, while a forward runs inside
-        self.given: Any = None  # arguments of a forward that runs inside, where some were marked
-        self.first_node = 0  # of autograd's graph: the number of the first that its forward makes
+        self.forward: UnitForward | None = None  # that runs inside
         self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
         self.gathered_numel = sum(g.layout.numel for g in groups)
         self._released = self.sharded and not any(g.values.mapped for g in groups)  # mapped memory never is
-        self.know_memories()
+        for group in groups:
+            group.count_references()
         self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expect()
@@ -309,12 +315,10 @@ class Unit:
         self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
         self.guard(self.phase is Phase.SHARDED)
 
-    def know_memories(self) -> None:
-        """Identify the memories that hold its parameters while it is gathered, and that it gives up."""
-        groups = self.groups if self._released else []
-        self.memories = {memory_of(group.values.full) for group in groups}
-        for group in groups:
-            group.count_references()
+    @property
+    def memories(self) -> set[int | None]:
+        """The memories that hold its parameters while it is gathered, and that it gives up."""
+        return {memory_of(group.values.full) for group in self.groups} if self._released else set()
 
     @property
     def referred(self) -> bool:
@@ -410,7 +414,6 @@ class Unit:
                 group.part()
             group.values.release()
         if lent:
-            self.know_memories()
             self.groups[0].runtime.saved.follow(self)
         self._move(Phase.SHARDED)
         self.guard(True)
