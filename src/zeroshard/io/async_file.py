@@ -295,8 +295,9 @@ class Handle:
     """One request under way."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
-        self._file, self._offset, self._writes = file, offset, writes
-        self._tensor: Tensor | None = tensor  # held until the request is done
+        self._path, self._offset, self._writes = file.path, offset, writes
+        self._file: File | None = file  # held, as the tensor is, until the request is done
+        self._tensor: Tensor | None = tensor
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
         self._pieces = 0  # not yet done
         self.ended = 0.0  # by time.monotonic, when it is done
@@ -314,7 +315,7 @@ class Handle:
             self._over.wait()
         if self._failure is not None:
             offset, errno, what = self._failure
-            raise OffloadIOError(self._file.path, offset, errno, what)
+            raise OffloadIOError(self._path, offset, errno, what)
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -330,12 +331,15 @@ class Handle:
             self._pieces -= 1
             if self._pieces:
                 return
-        self._memory, self._tensor = memoryview(b""), None
+        # let go before the waiting thread goes on: the thread that moved the last piece keeps this handle a moment longer
+        file, self._file, self._memory, self._tensor = self._file, None, memoryview(b""), None
+        assert file is not None
         try:
-            self._file.release()
+            file.release()
         except OSError as error:  # of cutting or closing a file whose last user this request was
-            self._fail(self._file.nbytes, error.errno or EIO, "closing")
+            self._fail(file.nbytes, error.errno or EIO, "closing")
         finally:
+            del file
             self.ended = time.monotonic()
             self._over.set()
 
@@ -486,6 +490,7 @@ def _serve(tasks: Tasks, calls: Syscalls) -> None:
 def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -> None:
     """Move bytes [start, end) of the file."""
     file, memory = handle._file, handle._memory[start - handle._offset : end - handle._offset]
+    assert file is not None
     address = handle._address + start - handle._offset
     if handle._writes:
         file.checksums.forget(start, end)
