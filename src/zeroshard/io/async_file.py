@@ -296,11 +296,9 @@ class Handle:
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
         self._path, self._offset, self._writes = file.path, offset, writes
-        self._file: File | None = file  # held, as the tensor is, until the request is done
-        self._tensor: Tensor | None = tensor
+        self._file, self._tensor = file, tensor  # held until the request is done
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
-        self._pieces = 0  # not yet done
-        self.ended = 0.0  # by time.monotonic, when it is done
+        self._pieces, self.ended = 0, 0.0  # those not yet done; by time.monotonic, when all are
         self._failure: tuple[int, int, str] | None = None  # offset, errno, what
         self._lock, self._over, self._process = threading.Lock(), threading.Event(), os.getpid()
 
@@ -332,8 +330,7 @@ class Handle:
             if self._pieces:
                 return
         # let go before the waiting thread goes on: the thread that moved the last piece keeps this handle a moment longer
-        file, self._file, self._memory, self._tensor = self._file, None, memoryview(b""), None
-        assert file is not None
+        file, self._file, self._memory, self._tensor = self._file, None, memoryview(b""), None  # type: ignore[assignment]
         try:
             file.release()
         except OSError as error:  # of cutting or closing a file whose last user this request was
@@ -490,7 +487,6 @@ def _serve(tasks: Tasks, calls: Syscalls) -> None:
 def _move(mover: _Mover, handle: Handle, start: int, end: int, checksum: bool) -> None:
     """Move bytes [start, end) of the file."""
     file, memory = handle._file, handle._memory[start - handle._offset : end - handle._offset]
-    assert file is not None
     address = handle._address + start - handle._offset
     if handle._writes:
         file.checksums.forget(start, end)
