@@ -7,7 +7,15 @@ And a world of one process: rank r of any mesh, with nobody else there, on tenso
     with imagined_mesh({"pp": 12, "dp": 8, "tp": 4}, rank=0) as mesh:
         run = zs.parallelize(model, mesh, ...)
 
-Torch's global random generator is shared by all threads: draw with a torch.Generator of your own, or before. Automatic
+Ranks that are threads share what a process has once. What each has for itself, and what it has not:
+
+| own | grad mode, autocast's switch, default device, saved-tensor hooks, modes of dispatch, functorch's levels: torch's own rule |
+| own | the cache of torch.nn.utils.parametrize.cached (PEFT's experts use it): `run_threads` sees to it |
+| shared, as are objects | hooks for all modules (register_module_*_hook), flags of torch.backends and torch.__future__, the default process group |
+| shared, in C | the random generator: draw with a torch.Generator of your own, or before. The default dtype. Autocast's cache of casts: who leaves autocast empties all ranks'. Levels of forward-mode AD: two ranks at once in one are refused. Anomaly mode, the profiler, deterministic algorithms, kernels of attention (sdpa_kernel) |
+| shared, in other libraries | Transformers replaces functions of torch.nn.init while it makes a model, and the default dtype; its and PEFT's tables of classes; Accelerate's state |
+
+A subject that changes what is shared while ranks run belongs into processes (`zeroshard.launch.run_processes`). Automatic
 collection of garbage rests until the threads have ended.
 """
 
@@ -33,10 +41,12 @@ from .comm.failure import failure_of
 from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
 from .errors import ConfigError, PeerFailed
+from .utils.torch_compat import give_threads_their_own_parametrizations
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """fn(rank, *args) in `world_size` threads; the list of results, or the first rank's error raised here."""
+    give_threads_their_own_parametrizations()
     shared = ThreadWorld(world_size)
     results: list[Any] = [None] * world_size
     errors: dict[int, BaseException] = {}

@@ -38,13 +38,13 @@ from zoo import (
 import zeroshard as zs
 from zeroshard.activation_checkpointing.disk_storage import DiskPlace
 from zeroshard.activation_checkpointing.free_list import Space
-from zeroshard.activation_checkpointing.saved_tensors import Passed
 from zeroshard.comm import backend_select
 from zeroshard.comm.streams import RecordingStreams, Streams
 from zeroshard.io.async_file import Syscalls
 from zeroshard.launch import free_port, run_processes
 from zeroshard.memory.ledger import Ledger
 from zeroshard.testing import run_threads
+from zeroshard.utils.saved_tensors import Saved
 
 
 @pytest.fixture
@@ -281,13 +281,13 @@ def test_a_forward_without_checkpoints_says_so(activate, capsys):
     assert capsys.readouterr().err.count("it called no torch.utils.checkpoint") == 1
 
 
-def test_a_released_parameter_among_the_inputs_is_named():
+def test_a_saved_tensor_whose_memory_was_released_is_named():
     weight = torch.randn(4).requires_grad_()
-    passed = Passed(weight)
-    assert passed.restore() is weight
+    saved = Saved(weight)
+    assert saved.restore() is weight
     weight.untyped_storage().resize_(0)
     with pytest.raises(zs.ShardedAccessError, match="read the parameter from its module"):
-        passed.restore()
+        saved.restore()
 
 
 @pytest.mark.parametrize("offload, packed", [("cpu", 3), ("nvme", 0)])

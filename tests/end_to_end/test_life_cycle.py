@@ -91,10 +91,11 @@ def test_a_model_that_is_dropped_without_being_closed_is_collected(stage, disk):
         return weakref.ref(model), weakref.ref(model._zeroshard)
 
     gc.collect()
-    files = psutil.Process().num_fds()
+    files, threads = psutil.Process().num_fds(), psutil.Process().num_threads()
     for refs in run_threads(2, run):
         gc.collect()
         assert [ref() for ref in refs] == [None, None]
+    wait_for_threads(threads)  # writes that are under way when their model goes are finished, and hold their file until then
     assert psutil.Process().num_fds() == files and not os.listdir(disk)
 
 

@@ -586,3 +586,26 @@ def test_the_benchmark_runs_and_leaves_nothing(disk, capsys, monkeypatch):
     assert "engine" in disk_bench.sheet(result).markdown()
     assert disk_bench.main(["--path", str(disk / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_request_that_is_over_holds_neither_its_file_nor_its_tensor(disk, engine, monkeypatch):
+    """However late the thread that moved its last piece forgets it: who drops the file then finds the descriptor closed."""
+    plain, forget = async_file.Handle._piece_done, threading.Event()
+
+    def late(handle):
+        plain(handle)
+        assert forget.wait(30)
+
+    monkeypatch.setattr(async_file.Handle, "_piece_done", late)
+    try:
+        file, data = make(disk, ALIGN), random_bytes(ALIGN)
+        fd, kept = file.fd, weakref.ref(data)
+        request = engine.write(file, 0, data)
+        request.wait()
+        del file, data
+        assert kept() is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
+        request.wait()  # again, without its file
+    finally:
+        forget.set()

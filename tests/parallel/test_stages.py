@@ -109,6 +109,62 @@ def test_what_can_not_be_cut_is_told():
     assert [stage.pipeline_stage.blocks for stage in cut_stages(kit.model(), 2, [0, 1], cuts=["blocks.1"])] == [range(0, 1), range(1, 4)]
 
 
+class _OtherInputs(nn.Module):
+    """Rows of five numbers -> blocks. more: what the first module returns beside its output. own: the blocks' owner has a parameter."""
+
+    def __init__(self, more=False, own=False):
+        super().__init__()
+        self.first, self.norm, self.inner = _First(more), nn.BatchNorm1d(8), _Inner(own)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.inner(self.norm(x[0] if isinstance(x, tuple) else x))
+
+
+class _First(nn.Linear):
+    def __init__(self, more):
+        super().__init__(5, 8)
+        self.more = more
+
+    def forward(self, x):
+        return (super().forward(x), x) if self.more else super().forward(x)
+
+
+class _Inner(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(8)) if own else 1.0
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_inputs_that_are_not_tokens_take_an_example():
+    model, example = _OtherInputs(), torch.randn(3, 5)
+    with pytest.raises(zs.ConfigError, match=r"failed on tokens, \(2, 3\) int64: RuntimeError: .*example=torch.zeros\(rows, ...\)"):
+        cut_stages(model, 2, [0])
+    with pytest.raises(zs.ConfigError, match=r"_OtherInputs, .* failed on \(2, 4\) float32: .*Give an input that it takes"):
+        cut_stages(model, 2, [0], example=torch.zeros(2, 4))
+    with pytest.raises(zs.ConfigError, match="example: expected an input of _OtherInputs, a tensor, got tuple"):
+        cut_stages(model, 2, [0], example=(example,))
+    first, second = cut_stages(model, 2, range(2), example=torch.zeros(2, 5))
+    assert model.norm.num_batches_tracked == 0, "the forward that shows where to cut is none of the user's"
+    assert second.first.weight.shape == (8, 5) and second.first.weight.is_meta and second.first.in_features == 5
+    assert [name for name, _ in second.named_parameters()] == ["inner.blocks.1.0.weight", "inner.blocks.1.0.bias"]
+    assert torch.equal(second.eval()(first.eval()(example)), model.eval()(example))
+
+
+def test_modules_for_which_nothing_can_stand_in_are_told():
+    with pytest.raises(zs.ConfigError, match="first of _OtherInputs has parameters and returns something other than one tensor"):
+        cut_stages(_OtherInputs(more=True), 2, [0], example=torch.zeros(2, 5))
+    with pytest.raises(zs.ConfigError, match="inner.scale of _OtherInputs belongs to the module that holds the blocks"):
+        cut_stages(_OtherInputs(own=True), 2, [0], example=torch.zeros(2, 5))
+
+
 def test_which_stages_a_rank_has():
     assert [stages_of(rank, 2, 2, "interleaved1f1b") for rank in range(2)] == [[0, 2], [1, 3]]
     assert [stages_of(rank, 2, 2, "ZBVZeroBubble") for rank in range(2)] == [[0, 3], [1, 2]]

@@ -278,6 +278,24 @@ class Cells:
             assert all(torch.equal(2 * whole(value), found[name]) for name, value in shown.items()), "as torch shows it"
         zs.close(model)
 
+    def hidden(self) -> None:
+        """A loss that each block keeps: backward comes to released DTensors past the blocks' outputs."""
+        plain, model, _ = self.fresh()
+        model, _ = zs.shard(model, None, mesh=self.mesh, stage=3, map_shared=False)
+
+        def backward(net: Net, place: int) -> None:
+            for block in net.blocks:
+                block.register_forward_hook(lambda block, args, out: setattr(block, "kept", whole(block.down(F.gelu(block.up(out)))).square().mean()))
+            (whole(net(*batch(0, 0, place))) + sum(block.kept for block in net.blocks)).backward()
+
+        backward(model, self.place)
+        gradients = zs.full_gradients(model)
+        for place in range(2):
+            backward(plain, place)
+        for name, param in plain.named_parameters():
+            assert (gradients[name] - param.grad / 2).abs().max() < TOLERANCE, name
+        zs.close(model)
+
     def begun(self) -> None:
         """An optimizer that has stepped before keeps its states."""
         plain, model, optimizer = self.fresh()
@@ -310,7 +328,7 @@ CASES |= {f"nonfinite-{stage}": lambda c, s=stage: c.nonfinite(s) for stage in (
 CASES |= {f"checkpointed-{stage}": lambda c, s=stage: c.checkpointed(s) for stage in ((1, 3) if SLOW else (1,))}
 CASES |= {"partitioned": lambda c: c.checkpointed(3, partition=c.mesh["tp"], offload="cpu")}
 CASES |= {f"state-dicts-{stage}": lambda c, s=stage: c.state_dicts(s) for stage in (1, 3)}
-CASES |= {"bad-input": Cells.bad_input, "begun": Cells.begun}
+CASES |= {"bad-input": Cells.bad_input, "begun": Cells.begun, "hidden": Cells.hidden}
 
 
 def _all(rank: int, ranks: int) -> dict[str, str]:

@@ -86,21 +86,24 @@ def test_a_configuration_with_experts_is_planned_at_the_flops_of_the_chosen_ones
     assert not two.report.deviations  # what the router computes in place keeps no unit gathered
 
 
-def test_a_unit_whose_module_keeps_a_loss_stays_gathered_in_a_plan_too():
+def test_a_unit_whose_module_keeps_a_loss_is_released_in_a_plan_too():
     class Keeps(nn.Module):
         def __init__(self):
             super().__init__()
             self.out = nn.Linear(8, 8)
 
         def forward(self, x):
-            self.loss = self.out(x).sum()
+            self.loss = self.out(x).sum() if keeps else None
             return self.out(x)
 
     def model():
         return nn.Sequential(nn.Embedding(16, 8), nn.ModuleList([Keeps()])[0], nn.Linear(8, 16))
 
-    found = plan(model, ranks=2, batch=(2, 4), units=("Keeps",))
-    assert any("stays gathered until backward" in message for message in found.report.deviations)
+    found = []
+    for keeps in (False, True):
+        found.append(plan(model, ranks=2, batch=(2, 4), units=("Keeps",)).report)
+    without, with_one = found
+    assert not with_one.deviations and with_one.communication == without.communication
 
 
 def test_experts_alike_give_what_transformers_computes(mixtral):

@@ -4,7 +4,6 @@ backwards, writes into parameters by `.data` and in the middle of a forward."""
 from __future__ import annotations
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -84,48 +83,23 @@ def test_a_loss_that_a_module_keeps(mode, units, after, kind, loss):
     check(Case(seeded(Keeping, kind, after), normal_batches(3, 2, 4, DIM), loss, optimizer=sgd), units=units, **mode)
 
 
-def test_only_units_that_keep_something_stay_gathered():
-    """What stays is said, and goes at the end of backward; units without hidden losses are released as ever."""
+@pytest.mark.parametrize("loss", [attribute_too, list_too])
+def test_nothing_stays_gathered_for_a_loss_that_a_module_keeps(loss):
+    """Backward gathers the unit when it comes to it."""
     def run(rank):
-        model, _ = zs.shard(nn.Sequential(seeded(Keeps, "scale", True), seeded(Block, DIM), nn.Linear(DIM, 2)), None, units=(Keeps, Block),
-                            overlap=False, **RELEASED)  # fmt: skip
+        model, _ = zs.shard(seeded(Keeping, "norm", True), None, units=(Keeps,), overlap=False, **RELEASED)
         runtime = runtime_of(model)
         for _ in range(2):
-            loss = model(torch.ones(2, DIM)).sum() + model[0].kept
-            assert [unit.name for unit in runtime.units if unit.kept] == ["0"]
-            loss.backward()
+            value = loss(model, (torch.ones(2, DIM),))
             assert runtime.ledger.now[GATHERED] == 0
-        assert [m.split(":")[0] for m in zs.report(model).deviations] == ["0"]
+            value.backward()
+            assert runtime.ledger.now[GATHERED] == 0
 
     run_threads(2, run)
 
 
-@pytest.mark.parametrize("generation", [None, 0, 1, 2])
-def test_a_kept_loss_is_found_whatever_the_collector_does(generation, monkeypatch):
-    """It may lie in any of its generations. What nobody holds any more, and waits for the collector, is not kept."""
-    plain = Keeps.keep
-
-    def keep(self, x, losses):
-        if generation is None:
-            circle = [x * self.scale]
-            circle.append(circle)
-        else:
-            plain(self, x, losses)
-            gc.collect(generation)
-
-    def run(rank):
-        model = nn.Sequential(seeded(Keeps, "scale", True), nn.Linear(DIM, 2))
-        model, _ = zs.shard(model, None, units=(Keeps,), overlap=False, **RELEASED)
-        loss = model(torch.ones(2, DIM)).sum()
-        assert [unit.name for unit in runtime_of(model).units if unit.kept] == ([] if generation is None else ["0"])
-        (loss if generation is None else loss + model[0].kept).backward()
-
-    monkeypatch.setattr(Keeps, "keep", keep)
-    run_threads(1, run)
-
-
 class InPlace(nn.Module):
-    """What torch makes for operations in place, and what nobody uses, is no way around the outputs."""
+    """Operations in place, and what nobody uses, leave nodes in the graph to which no output leads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +116,7 @@ class InPlace(nn.Module):
 
 
 @every_mode
-def test_what_is_done_in_place_or_dropped_hides_nothing(mode):
+def test_what_is_done_in_place_or_dropped_keeps_nothing(mode):
     model = seeded(lambda: nn.Sequential(*(InPlace() for _ in range(3)), nn.Linear(DIM, 2)))
     traces = check(Case(model, normal_batches(3, 2, 4, DIM), square), units=(InPlace,), **mode)
     assert traces[0].notes.deviations == ()
@@ -151,7 +125,7 @@ def test_what_is_done_in_place_or_dropped_hides_nothing(mode):
         sharded, _ = zs.shard(copy.deepcopy(model), None, units=(InPlace,), overlap=False, **RELEASED)
         for _ in range(2):
             loss = sharded(torch.ones(2, DIM)).sum()
-            assert not any(unit.kept for unit in runtime_of(sharded).units)
+            assert runtime_of(sharded).ledger.now[GATHERED] == 0
             loss.backward()
 
     run_threads(1, run)
@@ -189,7 +163,9 @@ def test_memory_goes_back_after_the_outer_backward():
     def run(rank):
         model, _ = zs.shard(seeded(Critic), None, units="leaf", **RELEASED)
         for _ in range(2):
-            penalised(model, (torch.ones(2, DIM),)).backward()
+            loss = penalised(model, (torch.ones(2, DIM),))
+            loss.backward()
+            del loss  # what the inner backward has computed with goes with its graph
             assert runtime_of(model).ledger.now[GATHERED] == 0
 
     run_threads(2, run)
@@ -416,7 +392,7 @@ def test_a_parametrization_registered_in_a_forward_is_no_write(mode, precision):
         sharded, _ = zs.shard(copy.deepcopy(model), None, units=(Adapted,), precision=precision, **mode)
         square(sharded, (torch.ones(2, DIM),)).backward()
         assert not any(group.masters.unseen() for group in runtime_of(sharded).groups)
-        assert not any(unit.kept for unit in runtime_of(sharded).units)
+        assert runtime_of(sharded).ledger.now[GATHERED] == 0
 
     run_threads(2, run)
 

@@ -34,11 +34,12 @@ from ..comm.streams import Streams, streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
+from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
 from ..zero.auto_wrap import find_blocks
 from .disk_storage import DiskPlace, ImaginedDiskPlace
-from .saved_tensors import Store, top_hooks
+from .saved_tensors import Store
 from .storage import MemoryPlace, Place
 
 _MIN_NUMEL = 1 << 12
@@ -395,8 +396,7 @@ def _refuse_caches(name: str, args: tuple, kwargs: dict) -> None:
 
 def _outer_checkpoint() -> bool:
     """Whether a checkpoint that is not ours runs around this: what is saved here, it computes again."""
-    hooks = top_hooks()
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return Outer().checkpoint is not None
 
 
 def _in_backward() -> bool:

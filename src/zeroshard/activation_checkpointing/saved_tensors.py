@@ -31,8 +31,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
-from ..errors import OffloadIOError, ShardedAccessError, SwapError, ZeroshardError
+from ..errors import OffloadIOError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
+from ..utils import saved_tensors
+from ..utils.saved_tensors import Outer, Saved
+from ..zero import saved_parameters
 from ..zero.parameter import ParamHome
 from .partition import Slices
 from .storage import Kept, Place
@@ -66,31 +69,6 @@ class Packed:
             return flat[:numel].as_strided(self.shape, self.stride)
         whole = torch.empty_strided(self.shape, self.stride, dtype=flat.dtype, device=flat.device)
         return whole.copy_(flat[:numel].view(self.shape))
-
-
-class Passed:
-    """A tensor that stays where it is, with the checks that autograd leaves to those who pack."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # detached: autograd hands in outputs with their node, and a node that holds itself is never freed
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
-
-    def restore(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
-                f"version {self.version}."
-            )
-        if self.tensor.layout is torch.strided and self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
-            raise ShardedAccessError(
-                "a checkpoint was given a parameter of another unit as its input, which is released by now. Let the "
-                "checkpointed function read the parameter from its module."
-            )
-        return self.tensor
 
 
 class Store:
@@ -156,14 +134,14 @@ class Store:
     # -- pack ------------------------------------------------------------------------------------------------
 
     @_one_at_a_time
-    def pack(self, tensor: Tensor, name: str) -> Packed | Passed:
+    def pack(self, tensor: Tensor, name: str) -> Packed | Saved:
         """What autograd keeps in place of a checkpoint's input."""
         self._reap()
         if not self._live:
             self._between_steps()
         flat = None if not self._takes(tensor) else _in_order_of_memory(tensor.detach())
         if flat is None:
-            return Passed(tensor)
+            return Saved(tensor)
         self.slices.record(self._forward, name, tensor)
         if not self.packed and name in self.alike:
             self.place.foreseen = len(self.alike) - self.alike.index(name) - 1
@@ -216,9 +194,9 @@ class Store:
     # -- unpack ----------------------------------------------------------------------------------------------
 
     @_one_at_a_time
-    def unpack(self, packed: Packed | Passed) -> Tensor:
+    def unpack(self, packed: Packed | Saved) -> Tensor:
         """The tensor again, in memory of its own."""
-        if isinstance(packed, Passed):
+        if isinstance(packed, Saved):
             return packed.restore()
         if self.closed:
             raise ZeroshardError("backward() after zs.checkpoint_activations(model, off=True): run it before.")
@@ -302,36 +280,20 @@ class Store:
 
     def hooks_of_checkpoints(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Context in which the inputs of `torch.utils.checkpoint` are packed, and all else is saved as outside of it."""
-        outer = top_hooks()
-        count = 0
-
-        def pack(tensor: Tensor) -> Any:
-            nonlocal count
-            if _is_input_of_checkpoint():
-                count += 1
-                return self.pack(tensor, f"checkpoint input {count}")
-            if outer is not None:
-                return _Outer(outer[0](tensor), outer[1])
-            return Passed(tensor)
-
-        def unpack(value: Any) -> Tensor:
-            return value.unpack(value.packed) if isinstance(value, _Outer) else self.unpack(value)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return torch.autograd.graph.saved_tensors_hooks(_InputHooks(self).pack, lambda packed: packed())
 
 
-class _Outer:
-    """What hooks outside of ours have packed."""
+class _InputHooks:
+    """Hooks that pack the inputs of checkpoints. outer: the hooks around them."""
 
-    __slots__ = ("packed", "unpack")
+    def __init__(self, store: Store) -> None:
+        self.store, self.outer, self.count = store, Outer(), 0
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self.packed, self.unpack = packed, unpack
-
-
-def top_hooks() -> tuple[Callable, Callable] | None:
-    """The innermost saved-tensor hooks (pack, unpack) in force, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if not _is_input_of_checkpoint():
+            return self.outer.pack(tensor).restore
+        self.count += 1
+        return functools.partial(self.store.unpack, self.store.pack(tensor, f"checkpoint input {self.count}"))
 
 
 def _is_input_of_checkpoint() -> bool:
@@ -341,8 +303,9 @@ def _is_input_of_checkpoint() -> bool:
     function), reentrant ones through `CheckpointFunction.apply`, which it calls. What runs inside a checkpoint does not
     come here: the one kind has hooks of its own, the other saves nothing.
     """
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == torch.autograd.function.__file__:
+    passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename in passing:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__
 

@@ -295,11 +295,10 @@ class Handle:
     """One request under way."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
-        self._file, self._offset, self._writes = file, offset, writes
-        self._tensor: Tensor | None = tensor  # held until the request is done
+        self._path, self._offset, self._writes = file.path, offset, writes
+        self._file, self._tensor = file, tensor  # held until the request is done
         self._memory, self._address = bytes_of(tensor), tensor.data_ptr()
-        self._pieces = 0  # not yet done
-        self.ended = 0.0  # by time.monotonic, when it is done
+        self._pieces, self.ended = 0, 0.0  # those not yet done; by time.monotonic, when all are
         self._failure: tuple[int, int, str] | None = None  # offset, errno, what
         self._lock, self._over, self._process = threading.Lock(), threading.Event(), os.getpid()
 
@@ -314,7 +313,7 @@ class Handle:
             self._over.wait()
         if self._failure is not None:
             offset, errno, what = self._failure
-            raise OffloadIOError(self._file.path, offset, errno, what)
+            raise OffloadIOError(self._path, offset, errno, what)
 
     def done(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -330,12 +329,14 @@ class Handle:
             self._pieces -= 1
             if self._pieces:
                 return
-        self._memory, self._tensor = memoryview(b""), None
+        # let go before the waiting thread goes on: the thread that moved the last piece keeps this handle a moment longer
+        file, self._file, self._memory, self._tensor = self._file, None, memoryview(b""), None  # type: ignore[assignment]
         try:
-            self._file.release()
+            file.release()
         except OSError as error:  # of cutting or closing a file whose last user this request was
-            self._fail(self._file.nbytes, error.errno or EIO, "closing")
+            self._fail(file.nbytes, error.errno or EIO, "closing")
         finally:
+            del file
             self.ended = time.monotonic()
             self._over.set()
 

@@ -48,14 +48,15 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    example: Tensor | None = None,
     config: Config | str | os.PathLike | None = None,
     **options: Any,
 ) -> Parallel:
     """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
 
     Args:
-        model: inputs -> logits, the same on every rank (the same seed), on its device or on the meta device. Drop it afterwards: the
-            rank's part is `run.model`.
+        model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or on
+            the meta device. Drop it afterwards: the rank's part is `run.model`.
         mesh: with axes named of "pp", "dp" (or "dp_replicate" and "dp_shard"), "tp". What has no axis is not cut.
         optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...).
         micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
@@ -64,7 +65,9 @@ def parallelize(
         plan: of tensor parallelism: name pattern -> style, on top of the model's own (`plan_for`).
         cuts: blocks with which stages begin; None: by cost.
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
-        loss: (logits, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
+        loss: (outputs, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
+        example: an input of the model, of any values, where inputs are not tokens: with it a pipeline finds out what is used before
+            and after the blocks (see `cut_stages`).
         config, options: of zs.shard, config also as the path of a plan (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
@@ -82,7 +85,7 @@ def parallelize(
     modules, own = [model], [0]
     if sizes["pp"] > 1:
         own = stages_of(mesh["pp"].get_local_rank(), sizes["pp"], per_rank, name)
-        modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts)
+        modules = cut_stages(model, sizes["pp"] * per_rank, own, cuts=cuts, example=example)
     if chosen is not None:
         for module in modules:
             part = _of_stage(chosen, module)
@@ -91,7 +94,7 @@ def parallelize(
     made = [None if optimizer is None else optimizer(module.parameters()) for module in modules]
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
-    return Parallel(mesh, pairs, micro_batches, name, loss or next_token_loss, context)
+    return Parallel(mesh, pairs, micro_batches, name, loss, context)
 
 
 def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
@@ -177,13 +180,14 @@ class Parallel:
 
     def __init__(
         self, mesh: DeviceMesh, pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]], micro_batches: int, schedule: str,
-        loss: Callable[[Tensor, Tensor], Tensor], context: Callable[[], contextlib.AbstractContextManager],
+        loss: Callable[[Tensor, Tensor], Tensor] | None, context: Callable[[], contextlib.AbstractContextManager],
     ) -> None:  # fmt: skip
-        self.mesh, self.micro_batches, self.loss, self._context = mesh, micro_batches, loss, context
+        self.mesh, self.micro_batches, self._context = mesh, micro_batches, context
+        self.loss, self._given = loss or next_token_loss, loss is not None
         self.models, self.optimizers = [module for module, _ in pairs], [each for _, each in pairs if each is not None]
         self.pipeline: Pipeline | None = None
         if "pp" in mesh.mesh_dim_names and mesh["pp"].size() > 1:
-            self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=loss, schedule=schedule)
+            self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=self.loss, schedule=schedule)
         self.traffic = Traffic(mesh, self.models, self.pipeline)
 
     @property
@@ -218,13 +222,19 @@ class Parallel:
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the losses of targets that are not -100 (collective), without gradients. Shapes as of a step."""
+        """The loss of a batch, without gradients (collective). Shapes as of a step.
+
+        With the `loss` that parallelize was given this is its mean over the micro-batches, which is what `step` returns. Without one
+        it is the sum, in nats, of the cross-entropies of all targets that are not -100, of which a perplexity is made.
+        """
+        score, share = (self.loss, self.micro_batches) if self._given else (summed_loss, 1)
         with self._context():
             if self.pipeline is None:
-                return sum(summed_loss(_logits(self.model(x)), y) for x, y in zip(*self._micro_batches(inputs, targets), strict=True))
-            previous, self.pipeline.loss = self.pipeline.loss, summed_loss
+                batches = zip(*self._micro_batches(inputs, targets), strict=True)
+                return torch.stack([whole(score(_logits(self.model(x)), y)).float() / share for x, y in batches]).sum()
+            previous, self.pipeline.loss = self.pipeline.loss, score
             try:
-                return self.pipeline.evaluate(inputs, target=targets) * self.micro_batches
+                return self.pipeline.evaluate(inputs, target=targets) * (self.micro_batches / share)
             finally:
                 self.pipeline.loss = previous
 

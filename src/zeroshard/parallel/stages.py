@@ -138,17 +138,32 @@ def _hidden_argument(kwargs: dict[str, Any]) -> str:
 
 
 class StandIn(nn.Module):
-    """In place of a module of another stage: zeros of the shape of its output, (*leading, width), without memory."""
+    """In place of a module of another stage: zeros of the shape of its output, without memory.
 
-    def __init__(self, passage: Passage, ndim: int, width: int) -> None:
+    shape: of its output for the example, None for each dimension that is that of its input (rows, positions). What a model asks the
+    module for beside its output (`self.embeddings.projection.weight.dtype`) it is told by a copy without memory.
+    """
+
+    def __init__(self, passage: Passage, shape: tuple[int | None, ...], module: nn.Module) -> None:
         super().__init__()
-        self._passage, self.ndim, self.width = passage, ndim, width
+        self._passage, self.shape = passage, shape
+        tensors = [*module.parameters(), *module.buffers()]
+        without_memory = {id(t): torch.empty_like(t, device="meta", requires_grad=t.requires_grad) for t in tensors}
+        self.__dict__["_copy"] = copy.deepcopy(module, without_memory)  # not a child: nothing of it is this stage's
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_copy" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_copy"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = find_tensors((args, kwargs))[0]
         hidden = self._passage.received if self._passage.received is not None else given
         zero = torch.zeros((), device=given.device, dtype=hidden.dtype)
-        return zero.expand(*given.shape[: self.ndim - 1], self.width)
+        return zero.expand(*(given.shape[number] if size is None else size for number, size in enumerate(self.shape)))
 
 
 # -- where to cut ------------------------------------------------------------------------------------------------
@@ -217,9 +232,10 @@ class _Uses:
     """What one forward has shown. Sets of names of parameters outside of the blocks, by phase."""
 
     phases: dict[str, set[str]]  # name of a parameter -> where it is used
-    outputs: dict[str, tuple[int, int]]  # name of a module -> (ndim, last dimension) of its output
+    outputs: dict[str, tuple[int | None, ...]]  # name of a module -> shape of its output; None: as of its input
     order: list[int]  # numbers of blocks as they were called
     direct: set[str]  # parameters that are used while their module is not called
+    untold: set[str]  # modules whose output is not one tensor
     leading: int  # so many dimensions of input and hidden states are the same
     tail: tuple[int, ...]  # the others, of the input
     width: tuple[int, ...] = ()  # and of hidden states
@@ -242,7 +258,8 @@ class _Watch(TorchFunctionMode):
 def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, kwargs: dict[str, Any]) -> _Uses:
     inside = {id(param) for block in blocks for param in block.parameters()}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    shadow = {id(t): t for _, t in tensors}
+    shadow = {id(t): t for _, t in model.named_parameters(remove_duplicate=False)}
+    shadow |= {id(t): t.clone() for _, t in model.named_buffers(remove_duplicate=False)}  # running statistics are not of this forward
     fake: Any = contextlib.nullcontext()
     if any(t.is_meta for _, t in tensors):  # of what is really there, three tokens are computed
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -254,7 +271,7 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) not in inside:
             outer.setdefault(id(shadow[id(param)]), []).append(name)
-    uses = _Uses({name: set() for names in outer.values() for name in names}, {}, [], set(), 0, ())
+    uses = _Uses({name: set() for names in outer.values() for name in names}, {}, [], set(), set(), 0, ())
     running: list[str] = []
     phase = [_FIRST]
 
@@ -282,10 +299,13 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
         return lambda *_: running.append(name)
 
     def ends(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
             running.pop()
-            if isinstance(output, Tensor):
-                uses.outputs[name] = output.ndim, output.shape[-1]
+            if not isinstance(output, Tensor):
+                uses.untold.add(name)
+            else:
+                given = find_tensors((args, kwargs))[0].shape
+                uses.outputs[name] = tuple(None if given[n : n + 1] == (size,) else size for n, size in enumerate(output.shape))
 
         return hook
 
@@ -294,7 +314,7 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
         handles += [block.register_forward_pre_hook(block_begins(number), with_kwargs=True), block.register_forward_hook(block_ends)]
     for name, module in _owners(model, inside):
         if name:
-            handles += [module.register_forward_pre_hook(begins(name)), module.register_forward_hook(ends(name))]
+            handles += [module.register_forward_pre_hook(begins(name)), module.register_forward_hook(ends(name), with_kwargs=True)]
     try:
         with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
             replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
@@ -319,7 +339,7 @@ def _owners(model: nn.Module, inside: set[int]) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _check_uses(model: nn.Module, uses: _Uses, count: int) -> None:
+def _check_uses(model: nn.Module, uses: _Uses, count: int, path: str) -> None:
     remedy = "Write the module of each stage yourself, and give those of this rank to zs.Pipeline."
     if uses.order != list(range(count)):
         raise ConfigError(
@@ -330,6 +350,17 @@ def _check_uses(model: nn.Module, uses: _Uses, count: int) -> None:
         raise ConfigError(
             f"{sorted(uses.direct)[0]} of {type(model).__name__} is used by a forward that is not that of its module, so it can not be "
             f"left out of the other stages. {remedy}"
+        )
+    holding = [name for name in uses.phases if f"{path}.".startswith(f"{name.rpartition('.')[0]}.")]
+    if holding:
+        raise ConfigError(
+            f"{holding[0]} of {type(model).__name__} belongs to the module that holds the blocks, so it can not be left out of the other "
+            f"stages: give it a module of its own. {remedy}"
+        )
+    if uses.untold:
+        raise ConfigError(
+            f"{sorted(uses.untold)[0]} of {type(model).__name__} has parameters and returns something other than one tensor, for which "
+            f"nothing can stand in at the other stages. {remedy}"
         )
     for name, phases in uses.phases.items():
         if phases - {_FIRST, _LAST}:
@@ -359,9 +390,10 @@ def cut_stages(
             block, to which come those before the blocks, times embedding_weight, and those after them, times head_weight. (Their memory
             is that of their parameters, 1.0; their time is not: an embedding computes next to nothing.)
         blocks: the name of the list of blocks, where the one with most parameters is not meant.
-        example: an input of the model, of any values; a batch of tokens, (2, 3) int64, where it is not given.
+        example: an input of the model, of any values and with any number of rows; a batch of tokens, (2, 3) int64, where it is not given.
 
-    Raises ConfigError for more stages than blocks, cuts that are none, and a model that can not be cut between its blocks.
+    Raises ConfigError for more stages than blocks, cuts that are none, an input that the model does not take, and a model that can
+    not be cut between its blocks.
     """
     path, block_list = find_block_list(model, blocks)
     names = [f"{path}.{name}" if path else name for name in block_list._modules]
@@ -374,9 +406,19 @@ def cut_stages(
     members = list(block_list._modules.values())
     takes = inspect.signature(model.forward).parameters
     kwargs = {"use_cache": False} if "use_cache" in takes or hasattr(getattr(model, "config", None), "use_cache") else {}
+    if example is not None and not isinstance(example, Tensor):
+        raise ConfigError(f"example: expected an input of {type(model).__name__}, a tensor, got {type(example).__name__}.")
     given = torch.zeros(2, 3, dtype=torch.long) if example is None else example
-    uses = _watch_forward(model, members, given, kwargs)
-    _check_uses(model, uses, count)
+    try:
+        uses = _watch_forward(model, members, given, kwargs)
+    except Exception as error:
+        tokens = "tokens, " if example is None else ""
+        raise ConfigError(
+            f"the forward of {type(model).__name__}, which tells where it can be cut, failed on {tokens}{tuple(given.shape)} "
+            f"{str(given.dtype).removeprefix('torch.')}: {type(error).__name__}: {error}. Give an input that it takes, of any values: "
+            "example=torch.zeros(rows, ...)."
+        ) from error
+    _check_uses(model, uses, count, path)
     costs = [float(_numel(block.parameters())) for block in members]
     sizes = dict(model.named_parameters(remove_duplicate=False))
     costs[0] += embedding_weight * sum(sizes[name].numel() for name, phases in uses.phases.items() if _FIRST in phases)
@@ -451,10 +493,7 @@ class _Cutter:
             chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
             made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
         elif self._elsewhere(name, module):
-            if name not in self.uses.outputs:
-                made = nn.Identity()  # no forward calls it
-            else:
-                made = StandIn(self.place.passage, *self.uses.outputs[name])
+            made = StandIn(self.place.passage, self.uses.outputs.get(name, ()), module)  # of one that no forward calls: of any shape
         else:
             made = copy.copy(module)
             made.__dict__.update({k: v.copy() for k, v in module.__dict__.items() if isinstance(v, dict)})

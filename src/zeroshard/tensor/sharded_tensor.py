@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..errors import ShardedAccessError, ShardedWriteError, StatesAway, ZeroshardError
+from ..errors import ShardedAccessError, ShardedWriteError
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import chunk_list, shard_at, write_items
 from .differentiable import ReadableSlices, ReadableWhole
@@ -263,44 +263,6 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         return copy.__reduce_ex__(protocol)
 
 
-class ReleasedParameter(ReadableWhole, nn.Parameter):
-    """What a compute parameter is while its memory is released, for whoever kept it beyond the forward: not to be read."""
-
-    _refusal: type[ZeroshardError] = ShardedAccessError
-    _why = (
-        "a parameter was kept from inside a forward and used after its unit was released. Read it inside the forward, "
-        "or take that of the module whole: `module.weight.full_tensor()`, on all ranks."
-    )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        reads_data = getattr(func, "__self__", None) is torch.Tensor.data
-        if getattr(func, "__name__", "") in _HARMLESS and not reads_data:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise cls._refusal(cls._why)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return "ReleasedParameter(its unit is not gathered)"
-
-
-class AwayParameter(ReleasedParameter):
-    """What a parameter of a replicated unit is while its memory is given up: see zs.offload_states."""
-
-    _refusal = StatesAway
-    _why = "the parameters of this model are away (zs.offload_states): call zs.reload_states(model), on all ranks, before they are used."
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        raise StatesAway(self._why)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return "AwayParameter(see zs.reload_states)"
-
-
-_HARMLESS = ("__get__", "register_hook", "register_post_accumulate_grad_hook", "size", "dim", "numel", "untyped_storage")
-
-
 def local_grad(param: Tensor) -> Tensor | None:
     """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
     return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
@@ -312,7 +274,7 @@ def set_data(param: Tensor, value: Tensor) -> None:
 
 
 def clear_local_grad(param: Tensor) -> None:
-    """Drop what autograd has accumulated on a tensor, a released parameter included."""
+    """Drop what autograd has accumulated on a tensor, of which nothing else is looked at: it may be released."""
     with torch._C.DisableTorchFunctionSubclass():
         torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -63,85 +61,18 @@ def next_node() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def nodes_since(first: int, outputs: list[Tensor]) -> tuple[set[int], set[Tensor | None]]:
-    """(numbers, from `first` on, of the nodes of autograd's graph that lead to the outputs; leaves that these begin with)"""
-    stack = [node for node in map(_node_of, outputs) if node is not None]
+def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
+    """Whether all nodes of autograd's graph that were made on this thread since the number `first` lead to the outputs."""
+    count = next_node() - first
+    stack = [node for node in (output.grad_fn for output in outputs) if node is not None]
     found: set[int] = set()
-    leaves: set[Tensor | None] = set()
     while stack:
         node = stack.pop()
         number = node._sequence_nr()
-        if number >= _LEAF:
-            leaves.add(getattr(node, "variable", None))  # of a leaf; there are others
-        elif first <= number and number not in found:
+        if first <= number < _LEAF and number not in found:
             found.add(number)
             stack.extend(before for before, _ in node.next_functions if before is not None)
-    return found, leaves
-
-
-def number_of(tensor: Tensor) -> int:
-    """Of the node that made a tensor, which may be another thread's; -1 for a leaf, and for tensors of torch.func."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if not tensor.requires_grad:
-            return -1
-        node = _node_of_view(tensor) if tensor._is_view() else _node_of(tensor)
-    number = -1 if node is None else node._sequence_nr()
-    return number if number < _LEAF else -1
-
-
-def _node_of_view(view: Tensor) -> Any:
-    """A thread that changes a view in place holds the view's lock, and may wait for the interpreter's. To read `grad_fn` takes
-    the first while it holds the second, which stops both threads; an operation takes it without. This one makes a node."""
-    with torch.enable_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        try:
-            above = view.view_as(view).grad_fn
-        except RuntimeError:  # of a layout that has no such operation
-            above = None
-    return _node_of(view) if above is None else above.next_functions[0][0]
-
-
-def _node_of(tensor: Tensor) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return tensor.grad_fn
-        except RuntimeError:  # of a torch.func that is over
-            return None
-
-
-_begun = (0, 0, 0)  # collections of each generation
-
-
-def _collecting(phase: str, info: dict[str, int]) -> None:
-    global _begun
-    if phase == "start":
-        _begun = tuple(count + (generation == info["generation"]) for generation, count in enumerate(_begun))
-
-
-gc.callbacks.append(_collecting)
-
-
-def collections() -> tuple[int, ...]:
-    """How often Python's collector has begun, by generation: what outlives it goes to the next one."""
-    return _begun
-
-
-def living_tensors(since: tuple[int, ...]) -> list[Tensor]:
-    """At least those tensors that a program holds and that were made when `collections` was `since`."""
-    found = _tensors_of(0, 1)
-    return found if collections()[1:] == since[1:] else _tensors_of(None)  # not a thousandth of all that there is, but some 10^5
-
-
-def _tensors_of(*generations: int | None) -> list[Tensor]:
-    """In one call of C, so that no other thread goes on while all objects are held: a tuple that it is just making must be held by
-    nobody else (SystemError: bad argument to internal function)."""
-    kinds, stack = set(), [Tensor]
-    while stack:
-        kinds.add(kind := stack.pop())
-        stack += [each for each in type.__subclasses__(kind) if each not in kinds]
-    chain, held = itertools.chain, []
-    everything = chain.from_iterable(map(gc.get_objects, generations))
-    chosen = itertools.compress(chain.from_iterable((held,)), map(kinds.__contains__, map(type, chain.from_iterable((held,)))))
-    return list(chain(map(held.extend, (everything,)), chosen, map(list.clear, (held,))))[1:-1]  # None is from extend, and clear
+    return len(found) == count
 
 
 class Marked(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Tensors nested in containers and objects: found, replaced, cast.
 
-What goes in and comes out may be nested in containers and objects. `look_through` finds tensors in all that can be
+What goes in and comes out may be nested in containers and objects. `find_tensors` finds tensors in all that can be
 looked into; `map_tensors` replaces them where that can be done in a copy: tuples, lists, mappings and dataclasses.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import types
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping
@@ -24,23 +23,17 @@ _TENSORLESS = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
 )  # fmt: skip
 _PLAIN = (tuple, list, dict)
-_OPAQUE = (types.FunctionType, types.MethodType, functools.partial)  # what they have captured is not to be seen
 _MOST_OBJECTS = 10_000  # looked into, for one output: a logger or a trainer in it may lead to everything there is
 
 
 def find_tensors(value: Any) -> list[Tensor]:
-    """Every tensor that `look_through` finds."""
-    return look_through(value)[0]
-
-
-def look_through(value: Any) -> tuple[list[Tensor], bool]:
-    """(every tensor in nested containers and objects, each once; False where something could not be looked into)."""
+    """Every tensor in nested containers and objects, each once. What a closure or an iterator holds is not to be seen."""
     if isinstance(value, Tensor):
-        return [value], True
+        return [value]
     tensors: list[Tensor] = []
     seen: dict[int, Any] = {}  # holds what it has seen: an id is that of one object while this lives
-    stack, complete = [value], True
-    while stack:
+    stack = [value]
+    while stack and len(seen) <= _MOST_OBJECTS:
         item = stack.pop()
         if item is None or id(item) in seen:
             continue
@@ -52,30 +45,22 @@ def look_through(value: Any) -> tuple[list[Tensor], bool]:
         if not plain and isinstance(item, _TENSORLESS):
             continue
         seen[id(item)] = item
-        inside = (list(item.values()) if type(item) is dict else item) if plain else _inside(item)
-        if inside is None or len(seen) > _MOST_OBJECTS:
-            complete = False
-        else:
-            stack.extend(reversed(inside))
-    return tensors, complete
+        stack.extend(reversed((list(item.values()) if type(item) is dict else item) if plain else _inside(item)))
+    return tensors
 
 
-def _inside(item: Any) -> list[Any] | None:
-    """What an object holds: its items, attributes and slots. None: there is no telling (a closure, an iterator)."""
-    inside: list[Any] | None = None
+def _inside(item: Any) -> list[Any]:
+    """What an object holds: its items, attributes and slots."""
+    inside: list[Any] = []
     if isinstance(item, Mapping):
         inside = list(item.values())
     elif isinstance(item, (list, tuple, set, frozenset, deque)):
         inside = list(item)
-    elif isinstance(item, _OPAQUE):
-        return None
-    attributes = getattr(item, "__dict__", None)
-    if attributes is not None:
-        inside = [*(inside or ()), *attributes.values()]
+    inside += getattr(item, "__dict__", {}).values()
     for cls in type(item).__mro__:
         if "__slots__" in vars(cls):
             slots = [member for member in vars(cls).values() if isinstance(member, types.MemberDescriptorType)]
-            inside = [*(inside or ()), *(_slot(item, slot) for slot in slots)]
+            inside += [_slot(item, slot) for slot in slots]
     return inside
 
 
@@ -95,41 +80,86 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
         return fn(value)
     if torch.compiler.is_compiling():  # a policy inside a compiled block: what a tracer can follow, without objects
         return tree_map_only(Tensor, fn, value)
-    return _mapped(fn, value, {})
+    return Exchanged(fn, value).value
 
 
-def _mapped(fn: Callable[[Tensor], Tensor], item: Any, results: dict[int, Any]) -> Any:
-    """results: id of each object -> what became of it."""
-    if isinstance(item, _TENSORLESS):
-        return item
-    if id(item) not in results:
-        results[id(item)] = item  # where a circle closes
-        results[id(item)] = fn(item) if isinstance(item, Tensor) else _rebuilt(fn, item, results)
-    return results[id(item)]
+class Exchanged:
+    """Arguments of a call with other tensors in place of some. Where a container holds one, the callee gets a copy of it.
+
+    value: what the callee gets. After the call `hand_back` does to the caller's lists, mappings and dataclasses what the callee
+    has done to their copies: a module may append its loss to a list that it is given.
+    """
+
+    def __init__(self, fn: Callable[[Tensor], Tensor], value: Any) -> None:
+        """fn: what to put in place of a tensor, once for each."""
+        self._fn = fn
+        self._results: dict[int, Any] = {}  # id of an object of the caller's -> what the callee gets for it
+        self._exchanged: list[tuple[Any, Any]] = []  # (the caller's, the callee's), where they are not the same
+        self.value = self._mapped(value)
+        self._before = [_content(new) for _, new in self._exchanged]
+
+    def _mapped(self, item: Any) -> Any:
+        if isinstance(item, _TENSORLESS):
+            return item
+        if id(item) not in self._results:
+            self._results[id(item)] = item  # where a circle closes
+            new = self._fn(item) if isinstance(item, Tensor) else self._rebuilt(item)
+            self._results[id(item)] = new
+            if new is not item:
+                self._exchanged.append((item, new))
+        return self._results[id(item)]
+
+    def _rebuilt(self, item: Any) -> Any:
+        """`item`, or a copy with what was changed in it."""
+        if isinstance(item, (list, tuple)):
+            items = [self._mapped(old) for old in item]
+            return item if all(new is old for new, old in zip(items, item, strict=True)) else _sequence_of(items, item)
+        old = _content(item)
+        if not isinstance(old, dict):
+            return item
+        mapped = {key: self._mapped(value) for key, value in old.items()}
+        changes = {key: new for key, new in mapped.items() if new is not old[key]}
+        if not changes:
+            return item
+        result = copy.copy(item)
+        _change(result, changes)
+        return result
+
+    def hand_back(self) -> None:
+        """After the call: the caller's containers become what the callee has made of their copies, with the caller's own tensors."""
+        given = {id(new): old for old, new in self._exchanged}
+        for (old, new), before in zip(self._exchanged, self._before, strict=True):
+            now = _content(new)
+            if isinstance(now, list) and not _alike(now, before):
+                old[:] = [given.get(id(item), item) for item in now]
+            elif isinstance(now, dict):
+                for key in before.keys() - now.keys():
+                    del old[key]
+                _change(old, {k: given.get(id(v), v) for k, v in now.items() if k not in before or before[k] is not v})
 
 
-def _rebuilt(fn: Callable[[Tensor], Tensor], item: Any, results: dict[int, Any]) -> Any:
-    """`item`, or a copy with what was changed in it."""
-    if isinstance(item, (list, tuple)):
-        items = [_mapped(fn, old, results) for old in item]
-        return item if all(new is old for new, old in zip(items, item, strict=True)) else _sequence_of(items, item)
+def _content(item: Any) -> list | dict | None:
+    """What a list, a mapping or a dataclass holds now; None for others."""
+    if isinstance(item, list):
+        return list(item)
     if isinstance(item, MutableMapping):  # transformers' outputs set their attributes with their items
-        old = dict(item.items())
-    elif dataclasses.is_dataclass(item):
-        old = {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if hasattr(item, f.name)}
-    else:
-        return item
-    mapped = {key: _mapped(fn, value, results) for key, value in old.items()}
-    changes = {key: new for key, new in mapped.items() if new is not old[key]}
-    if not changes:
-        return item
-    result = copy.copy(item)
+        return dict(item.items())
+    if dataclasses.is_dataclass(item):
+        return {f.name: getattr(item, f.name) for f in dataclasses.fields(item) if hasattr(item, f.name)}
+    return None
+
+
+def _alike(one: list, other: Any) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _change(item: Any, changes: dict) -> None:
+    """Set items of a mapping, or fields of a dataclass, frozen ones too."""
     for key, new in changes.items():
         if isinstance(item, MutableMapping):
-            result[key] = new
+            item[key] = new
         else:
-            object.__setattr__(result, key, new)  # also of frozen ones
-    return result
+            object.__setattr__(item, key, new)
 
 
 def _sequence_of(items: list[Any], like: Any) -> Any:
@@ -141,12 +171,17 @@ def _sequence_of(items: list[Any], like: Any) -> Any:
     return type(like)._make(items) if hasattr(like, "_make") else type(like)(items)
 
 
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors (not fp64) in `dtype`."""
+def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Of a floating-point tensor (not fp64) the same in `dtype`; of another, itself."""
 
     def cast(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64):
             return tensor.to(dtype)
         return tensor
 
-    return map_tensors(cast, value)
+    return cast
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with its floating-point tensors (not fp64) in `dtype`."""
+    return map_tensors(caster(dtype), value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
+from torch.nn.utils import parametrize
 
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,11 +19,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 def alone(tensor: torch.Tensor) -> bool:
     """Whether nothing else has the memory of a tensor: no view, no detached alias, no array. False where torch does not tell."""
-    owners = getattr(torch._C, "_storage_Use_Count", None)
-    if owners is None:
-        return False
-    fresh = torch.empty(1, device="cpu")
-    return owners(tensor.untyped_storage()._cdata) == owners(fresh.untyped_storage()._cdata)
+    return references(tensor) == references(torch.empty(1, device="cpu")) != 0
 
 
 def original(module: torch.nn.Module) -> torch.nn.Module:
@@ -30,29 +27,15 @@ def original(module: torch.nn.Module) -> torch.nn.Module:
     return module._modules["_orig_mod"] if type(module).__name__ == "OptimizedModule" else module  # type: ignore[return-value]
 
 
-_idle = threading.local()
+def references(tensor: torch.Tensor) -> int:
+    """How many tensors (views, detached aliases, what autograd has saved) have the memory of this one; 0 where torch does not tell."""
+    owners = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if owners is None else owners(tensor.untyped_storage()._cdata)
 
 
-def idle_nodes() -> int:
-    """Nodes of autograd's graph that torch's own checkpoints have made on this thread and that lead nowhere."""
-    return getattr(_idle, "count", 0)
-
-
-def _count_idle_nodes() -> None:
-    """Before torch 2.13 a checkpoint keeps its inputs in a node of its own, of which no output depends."""
-    saver = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
-    if saver is None:
-        return
-    plain = saver.forward
-
-    def forward(*args: Any) -> Any:
-        _idle.count = idle_nodes() + 1
-        return plain(*args)
-
-    saver.forward = staticmethod(forward)
-
-
-_count_idle_nodes()
+def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
+    """The innermost saved-tensor hooks (pack, unpack) in force on this thread, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextlib.contextmanager
@@ -64,3 +47,55 @@ def without_fake_logs() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+class _ParametrizationCache(threading.local):
+    """The values that `torch.nn.utils.parametrize` keeps while a thread is in `cached()`, for each thread its own.
+
+    Torch's `_cache_enabled` counts those of all threads, and stays the integer that torch.compile reads.
+    """
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self._values: dict[Any, torch.Tensor | None] = {}
+
+    def get(self, key: Any) -> torch.Tensor | None:
+        """The value of a parametrization; None, so that it is computed, where this thread is not in `cached()`."""
+        return self._values.get(key)
+
+    def __setitem__(self, key: Any, value: torch.Tensor | None) -> None:
+        if self.depth:
+            self._values[key] = value
+
+    def move(self, by: int) -> None:
+        """This thread enters `cached()` (1) or leaves it (-1)."""
+        with _counting:
+            parametrize._cache_enabled += by
+        self.depth += by
+        if not self.depth:
+            self._values.clear()
+
+
+_counting = threading.Lock()
+_cache = _ParametrizationCache()
+
+
+def _cached() -> Iterator[None]:
+    """The body of `parametrize.cached`: it runs in that module, and finds `_cache` there."""
+    _cache.move(1)
+    try:
+        yield
+    finally:
+        _cache.move(-1)
+
+
+@functools.cache
+def give_threads_their_own_parametrizations() -> None:
+    """From now on `parametrize.cached()` concerns the thread that entered it. Call it while no thread is inside.
+
+    Torch has one cache for the process. Of two threads in `cached()` the first that leaves it empties neither, so the other's
+    next use, the repeated forward of a checkpoint say, finds the value of an earlier one instead of computing it.
+    """
+    parametrize._cache = _cache  # type: ignore[assignment]
+    parametrize.cached.__wrapped__.__code__ = _cached.__code__  # its code: others hold the function by its name

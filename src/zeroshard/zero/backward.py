@@ -40,11 +40,11 @@ class _Tally:
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied; graphed: it is one with create_graph=True."""
+    """begun: it has reached a unit; scaled: the loss scale was applied."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """To be made inside of the backward: `at_end` is called when it is over, if it has begun."""
-        self.begun = self.scaled = self.graphed = False
+        self.begun = self.scaled = False
         self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)

@@ -15,6 +15,7 @@ buffer is the resting one, and the reduced shard is this rank's own slice of it.
 from __future__ import annotations
 
 import time
+import weakref
 
 import torch
 from torch import Tensor
@@ -191,6 +192,15 @@ class ParameterBuffer:
             self.full.untyped_storage().resize_(0)
             self.ledger.strike(GATHERED, self._full_nbytes)
             self._present = False
+
+    def part(self) -> None:
+        """Leave the gathered memory to those who refer to it, and take other memory for gathers to come. The entry goes with the memory."""
+        if self._present:
+            weakref.finalize(self.full.untyped_storage(), self.ledger.strike, GATHERED, self._full_nbytes).atexit = False
+        self._present = False
+        self.full = claimed(torch.empty_like(self.full))
+        self.full.untyped_storage().resize_(0)
+        self.views = self._views()
 
     def close(self) -> None:
         """Give up what is not at rest."""

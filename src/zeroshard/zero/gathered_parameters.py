@@ -147,7 +147,7 @@ class Gathering:
         wholes = [_Whole(param, view, self) for param, view in zip(params, views, strict=True)]
         self._wholes += wholes
         if not busy:
-            runtime.release(unit)
+            unit.release()
         nbytes = sum(view.nbytes for view in views)
         unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside what the unit takes when it is gathered
         self._opened.append((unit, unit.pinned, nbytes))

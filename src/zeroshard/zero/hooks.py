@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
 from ..tensor.distributed import distribution_of
-from ..utils.tensor_tree import cast_floating
+from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import casts, module_dtypes
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
@@ -160,8 +160,8 @@ def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
         return runtime.mark_inputs(unit, args, kwargs) if outermost and unit.marked else None
 
     @torch.compiler.disable
-    def after(module: nn.Module, args: tuple, output: Any) -> None:
-        runtime.exit(unit, output)
+    def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        return runtime.exit(unit, output)
 
     runtime.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     runtime.handles.append(module.register_forward_hook(after, always_call=True))
@@ -174,15 +174,21 @@ def _around(runtime: Runtime, unit: Unit, compiled: Any, *args: Any, **kwargs: A
 
 def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, around: torch.dtype) -> None:
     """Run a module in its own dtype: inputs are cast to it, outputs back to the one around it."""
+    running: list[Exchanged] = []  # arguments of its forwards that run
 
     def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return cast_floating((args, kwargs), inside)
+        if torch.compiler.is_compiling():
+            return cast_floating((args, kwargs), inside)
+        running.append(Exchanged(caster(inside), (args, kwargs)))
+        return running[-1].value
 
     def after(module: nn.Module, args: tuple, output: Any) -> Any:
+        if not torch.compiler.is_compiling() and running:
+            running.pop().hand_back()
         return cast_floating(output, around)
 
     runtime.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-    runtime.handles.append(module.register_forward_hook(after))
+    runtime.handles.append(module.register_forward_hook(after, always_call=True))
 
 
 class _CastBuffers:

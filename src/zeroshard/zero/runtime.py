@@ -28,20 +28,20 @@ from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
-from ..utils.autograd import Marked, ended, in_backward, memory_of, running_forward, transforming
-from ..utils.tensor_tree import cast_floating, find_tensors, look_through, map_tensors
+from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
+from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
 from .backward import Backward
 from .freezing import Freezing
 from .grad_reducer import Agreed, Reductions
 from .gradient_account import GradientAccount
-from .graph_coverage import GraphCoverage
 from .mixed_precision import Progress
 from .model_changes import ModelWatch, ValueWatch
 from .prefetch import Prefetcher
+from .saved_parameters import SavedParameters
 from .schedule import Schedule, Visit
 from .skipped_units import take_part
-from .unit import Kept, ParamGroup, Unit
+from .unit import ParamGroup, Phase, Unit, UnitForward
 from .write_gate import WriteGate
 
 
@@ -71,7 +71,7 @@ class Runtime:
         self.attendance, self.frozen = Attendance(comm, units, self.account), Freezing(self.groups)
         self.reductions = Reductions(units, config, comm, self._poll, self.attendance, self.frozen)
         self.prefetcher = Prefetcher(units, self.schedule, config, comm, self.attendance.gather)
-        self.coverage = GraphCoverage(len(units), self.tell)
+        self.saved = SavedParameters(units)
         self.sync = True  # False inside zs.accumulate
         self.closed = False
         self.progress = Progress(config)
@@ -81,8 +81,8 @@ class Runtime:
         self._training = False  # inside a forward that was entered with gradients
         self._running: list[FrameType | None] = []  # forwards of the whole model
         self.backward: Backward | None = None  # the one that runs, or has failed and is not forgotten yet
-        self._kept: list[Unit] = []  # units whose memory an output still refers to
-        self._kept_before = 0  # how many of them when this forward began
+        self._given: list[Exchanged | None] = []  # their arguments, where some were cast
+        self._viewed: list[Unit] = []  # units whose forward returned views of their memory: gathered until the model's is over
         self.handles: list[Any] = []  # hooks, for close
         self.lend = torch.compiler.disable(self._lend)  # what a compiled block computes with others' parameters is not traced
         self.compiled: list[tuple[nn.Module, Any]] = []
@@ -129,26 +129,27 @@ class Runtime:
         if not self.in_backward:
             self.attendance.begin_forward()
             self._training = torch.is_grad_enabled()
-            if self._training or any(unit.kept.outdated for unit in self._kept):
-                self._release_kept()
-            self._kept_before = len(self._kept)  # by a forward whose backward may follow an evaluation
             self._model_watch.check(any(unit.pinned for unit in self.units))
             self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
-        if self.config.precision != "fp32":
-            args, kwargs = cast_floating((args, kwargs), self.config.compute_dtype)
+        given = Exchanged(caster(self.config.compute_dtype), (args, kwargs)) if self.config.precision != "fp32" else None
         self._running.append(running_forward())
-        return args, kwargs
+        self._given.append(given)
+        return (args, kwargs) if given is None else given.value
 
     def root_exit(self, output: Any) -> Any:
         """After the model's own forward: fp16 outputs leave as fp32, and their gradients enter scaled (None: by an exception)."""
         del self._running[-1:]  # it may have been refused before it began
+        for given in self._given[-1:]:
+            self._given.pop()
+            if given is not None:
+                given.hand_back()
         self._training = False
+        if not self._running:
+            self._release_viewed()
         if not torch.is_grad_enabled():
             self.schedule.end(training=False)
-            if not self.in_backward:
-                self._release_viewed(output)
         else:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
@@ -186,8 +187,9 @@ class Runtime:
             if gathers:
                 self._begin(unit)
             unit.expose()
-            if gathers and torch.is_grad_enabled():
-                self.coverage.enter(unit)
+            unit.forward = UnitForward(next_node())
+            if gathers and unit.memories:
+                self.saved.push(unit)
         unit.depth += 1
 
     def _begin(self, unit: Unit) -> None:
@@ -200,28 +202,33 @@ class Runtime:
             self.frozen.follow()
         self._open(unit, backward=unit.in_backward)
 
-    def exit(self, unit: Unit, output: Any) -> None:
-        """A forward inside the unit has ended (output None: by an exception)."""
+    def exit(self, unit: Unit, output: Any) -> Any:
+        """A forward inside the unit has ended (output None: by an exception). What it returns."""
         if unit.depth == 0:
-            return  # it was refused before it began
+            return output  # it was refused before it began
         unit.depth -= 1
         if unit.depth > 0:
-            return
+            return output
+        self.saved.pop(unit)
+        forward, unit.forward = unit.forward, None
+        if forward.given is not None:
+            forward.given.hand_back()
         if not unit.in_backward:
             unit.hide()
         if unit.pinned:
-            return
+            return output
         if output is not None:
             unit.check_unwritten()
             self.prefetcher.staged(self._in_training())
-            self._watch(unit, output)
+            output = self._watch(unit, output, forward.first_node)
             if self.in_backward and unit.sharded and torch.is_grad_enabled() and not isinstance(unit.modules[0], Tile):
                 unit.in_backward = True  # recomputation: the unit's backward follows at once; before a tile's, other tiles'
         if unit.in_backward or not unit.sharded:
-            return
+            return output
         unit.swap_out()
-        if not self.prefetcher.lives_on(unit, self._in_training()):
-            self.release(unit)
+        if not self.prefetcher.lives_on(unit, self._in_training()) and not (self._running and unit in self._viewed):
+            unit.release()
+        return output
 
     def _lend(self, unit: Unit, func: Callable, args: tuple, kwargs: dict) -> Any:
         """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
@@ -239,7 +246,7 @@ class Runtime:
                 args, kwargs = self.mark_inputs(unit, args, kwargs)
             output = function(*args, **kwargs)
         finally:
-            self.exit(unit, output)
+            output = self.exit(unit, output)
         return output
 
     def _in_training(self) -> bool:
@@ -257,8 +264,8 @@ class Runtime:
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
-        swap = lambda tensor: marked.get(id(tensor), tensor)  # noqa: E731
-        return tuple(map_tensors(swap, a) for a in args), {k: map_tensors(swap, v) for k, v in kwargs.items()}
+        unit.forward.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
+        return unit.forward.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:
         """Make the unit usable now, and start the gathers of what comes next."""
@@ -276,45 +283,59 @@ class Runtime:
         self._poll()
         self.prefetcher.ahead(training)
 
-    def _watch(self, unit: Unit, output: Any) -> None:
-        """Let the first gradient that reaches an output of the unit gather it again; keep what an output still refers to."""
+    def _watch(self, unit: Unit, output: Any, first_node: int) -> Any:
+        """Let the first gradient that reaches an output of the unit gather it again; find out who refers to its memory.
+
+        first_node: the number of the first node of autograd's graph that the forward has made. Returns the output; in place of a
+        parameter itself, whose memory is released, it has a view of it.
+        """
         training, memories = torch.is_grad_enabled(), unit.memories
         if not (unit.sharded or unit.distributed) or not (training or memories):
-            return
+            return output
 
         seen = unit.writes
 
         def arrived(_: Any) -> None:
-            if unit.writes != seen:
-                raise ShardedWriteError(
-                    f"{unit.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
-                    "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
-                )
+            self._check_unwritten(unit, seen)
             self.begin_unit_backward(unit)
 
-        found = False
-        tensors, complete = look_through(output)
-        for tensor in tensors:
-            if memories and memory_of(tensor) in memories:
-                self.keep(unit)  # the output is (a view of) a parameter: its memory must outlive the forward
-            if not (training and tensor.requires_grad):
-                continue
-            found = True
+        tensors = find_tensors(output)
+        views = any(memory_of(tensor) in memories for tensor in tensors)
+        if views:
+            self.lend_out(unit)
+            output = map_tensors(lambda x: x.view_as(x) if isinstance(x, nn.Parameter) and memory_of(x) in memories else x, output)
+            tensors = find_tensors(output)
+        for tensor in tensors if training else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
                 base = tensor._base
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
-        if training and memories:
-            covered = self.coverage.encloses(unit, tensors) and complete
-            if not covered or not (found or self.coverage.is_empty(unit)):
-                self.keep(unit)  # backward may read its memory by a path that does not pass through these outputs
+        if not views and unit.referred and not (training and leads_to_all(first_node, tensors)):
+            unit.lent = True  # backward, or the program, may come to its memory when the unit is released
+        return output
 
-    def keep(self, unit: Unit) -> None:
-        """Hold the unit's memory until the backward (or the next forward) is over."""
-        if not unit.kept:
-            unit.kept = Kept()
-            self._kept.append(unit)
+    def lend_out(self, unit: Unit) -> None:
+        """A forward of the unit returns views of its memory: they are used soon, so it stays gathered until the model's forward is over.
+
+        What is saved of them until then is saved as parameters are. Views that live longer keep the memory, and the unit gets other.
+        """
+        unit.lent = unit.lends = True
+        if unit not in self._viewed:
+            self._viewed.append(unit)
+
+    def _release_viewed(self) -> None:
+        viewed, self._viewed = self._viewed, []
+        for unit in viewed:
+            if not unit.in_use and not self.prefetcher.lives_on(unit, self._in_training()):
+                unit.release()
+
+    def _check_unwritten(self, unit: Unit, seen: int) -> None:
+        if unit.writes != seen:
+            raise ShardedWriteError(
+                f"{unit.name}: its parameters were written (by a step, a load, in place) between a forward and its backward, whose "
+                "gradients would be neither of the old values nor of the new ones. Call backward first, or the forward again."
+            )
 
     # -- backward --------------------------------------------------------------------------------------------
 
@@ -356,10 +377,21 @@ class Runtime:
         unit.in_backward = True
         if unit.sharded:
             self._open(unit, backward=True)
-            if torch.is_grad_enabled():  # create_graph=True: a backward of this backward reads the parameters again
-                self.keep(unit)
-                unit.kept.graphed = self.backward.graphed = True
+            unit.lent = unit.lent or torch.is_grad_enabled()  # create_graph=True: what this backward computes is saved without hooks
         unit.expose()  # what is computed again finds what was there
+
+    def need(self, unit: Unit, seen: int) -> None:
+        """Autograd needs parameters of the unit that a forward has saved when they had been written `seen` times: they are there now."""
+        self._check_unwritten(unit, seen)
+        if unit.phase is Phase.READY and unit.in_use:
+            return
+        if not in_backward():
+            raise ShardedAccessError(
+                f"{unit.name}: what autograd has saved of its parameters was asked for outside of a backward, where they are released."
+            )
+        self.begin_unit_backward(unit)
+        if unit.pinned:  # by zs.gathered, whose copies are others
+            self._open(unit, backward=True)
 
     def gradient(self, unit: Unit, group: ParamGroup, index: int, param: Tensor) -> None:
         """The local gradient of one parameter is complete: it moves to the buffer that will be sent."""
@@ -391,7 +423,7 @@ class Runtime:
         if not unit.in_use:
             unit.hide()
             unit.swap_out()
-            self.release(unit)
+            unit.release()
 
     def end_backward(self) -> None:
         """The end of backward: join what others reduced, wait for all reductions, release all units."""
@@ -407,7 +439,6 @@ class Runtime:
             self.reduce_all()
         for unit in self.units:
             self._leave_backward(unit)
-        self._release_kept(graphed=not self.backward.graphed)
         self.schedule.end(training=True)
         self.backward = None
         self.account.ended()
@@ -463,29 +494,8 @@ class Runtime:
 
     # -- the rest --------------------------------------------------------------------------------------------
 
-    def release(self, unit: Unit) -> None:
-        if not unit.kept:
-            unit.release()
-
-    def _release_kept(self, first: int = 0, graphed: bool = False) -> None:
-        """Units that were kept, from the `first` one on; those for a backward of a backward only where it is over."""
-        stay = [unit for position, unit in enumerate(self._kept) if position < first or (unit.kept.graphed and not graphed)]
-        kept, self._kept = [unit for unit in self._kept if unit not in stay], stay
-        for unit in kept:
-            unit.kept = None
-            if not unit.in_use:
-                self.release(unit)
-
-    def _release_viewed(self, output: Any) -> None:
-        """After an evaluation: what it kept for views that were used inside of it."""
-        kept = self._kept[self._kept_before :]
-        memories = {memory for unit in kept for memory in unit.memories}
-        if kept and not any(memory_of(tensor) in memories for tensor in find_tensors(output)):
-            self._release_kept(self._kept_before)
-
     def settle(self) -> None:
         """Before shards are written: no unit keeps what was gathered or fetched from them."""
-        self._release_kept(graphed=True)
         for unit in self.units:
             unit.outdate()
 
@@ -495,7 +505,8 @@ class Runtime:
         Torch tells of neither: of a forward it reports what is an Exception, which KeyboardInterrupt is not.
         """
         interrupted = [frame for frame in self._running if frame is not None and ended(frame)]
-        self._running = [frame for frame in self._running if frame not in interrupted]
+        kept = [(frame, given) for frame, given in zip(self._running, self._given, strict=True) if frame not in interrupted]
+        self._running, self._given = [frame for frame, _ in kept], [given for _, given in kept]
         if self.in_backward and not in_backward():
             self._abandon()
         elif interrupted and not self._running and not self.in_backward:
@@ -514,9 +525,11 @@ class Runtime:
     def _leave_all(self) -> None:
         for unit in self.units:
             unit.depth, unit.in_backward = 0, False
+            self.saved.pop(unit)
+            unit.forward = None
             unit.hide()
             unit.swap_out()
-            self.release(unit)
+            unit.release()
             unit.forget()
 
     def flush(self) -> None:

@@ -31,9 +31,9 @@ def take_part(runtime: Any, visit: Visit | None) -> None:
         unit.ready()
         if unit.in_use:
             continue
-        if runtime.coverage.hides(unit) and not visit.backward:  # where it is used it stays until backward
-            runtime.keep(unit)
-        if visit.backward or not runtime.prefetcher.lives_on(unit, True):
-            runtime.release(unit)
+        if unit.lends and not visit.backward:  # where it is used it stays gathered until the forward is over
+            runtime.lend_out(unit)
+        elif visit.backward or not runtime.prefetcher.lives_on(unit, True):
+            unit.release()
     names = ", ".join(dict.fromkeys(runtime.units[visit.unit].name for visit in visits))
     runtime.tell(f"not used by this rank in a step, and gathered for those that may: {names}")

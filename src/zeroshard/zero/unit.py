@@ -15,6 +15,8 @@ sharded parameters. A unit is in use while a forward runs inside it (`depth`), a
 
 from __future__ import annotations
 
+import functools
+import weakref
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -28,15 +30,11 @@ from ..config import Offload
 from ..errors import ModelChanged, ShardedAccessError, ShardedWriteError
 from ..offload.storage import Rest
 from ..tensor.flat_layout import FlatLayout
-from ..tensor.sharded_tensor import (
-    AwayParameter,
-    ReleasedParameter,
-    ReplicatedParameter,
-    ShardedParameter,
-    ShardedTensor,
-    set_data,
-)
+from ..tensor.released_parameter import AwayParameter, ReleasedParameter
+from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
+from ..utils.autograd import memory_of
+from ..utils.torch_compat import references
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
 from .parameter import ParamHome, ParamSpec
@@ -84,6 +82,7 @@ class ParamGroup:
     masters: Masters = field(init=False)
     runtime: Any = None  # whose group this is
     unit: Any = None  # of which it is a part
+    _own_references: int = 0  # to the gathered memory: those of this library
 
     def __post_init__(self) -> None:
         self.homes = [ParamHome(self, index) for index in range(len(self.specs))]
@@ -128,6 +127,22 @@ class ParamGroup:
         if not self.values.sharded and self.values.renew_views():
             for param, view in zip(self.params, self.values.views, strict=True):
                 set_data(param, view)
+
+    def count_references(self) -> None:
+        """All references to the gathered memory that there are now are this library's."""
+        self._own_references = references(self.values.full)
+
+    @property
+    def referred(self) -> bool:
+        """Whether a tensor of the program, or one that autograd has saved, refers to the gathered memory."""
+        return references(self.values.full) > self._own_references
+
+    def part(self) -> None:
+        """Leave the gathered memory to those who refer to it; this group goes on with other memory."""
+        self.values.part()
+        for compute, view in zip(self.compute, self.values.views, strict=True):
+            set_data(compute, view)
+        self.count_references()
 
     def local(self, index: int) -> Tensor:
         """This rank's slice of parameter `index`, 1-D; sharing memory where it rests on the device."""
@@ -229,12 +244,24 @@ class ParamGroup:
             self.runtime.attendance.refuse(f"a write to the gradient of {self.specs[0].name} or others")
 
 
-@dataclass
-class Kept:
-    """Of a unit that stays gathered. outdated: shards were written since; graphed: it is for a backward of a backward."""
+def _gather_for_backward(unit: weakref.ref[Unit]) -> None:
+    """A parameter that somebody has kept beyond a forward is used in a backward."""
+    found = unit()
+    if found is not None:
+        found.groups[0].runtime.need(found, found.writes)
 
-    outdated: bool = False
-    graphed: bool = False
+
+@dataclass
+class UnitForward:
+    """What is true while a forward runs inside of a unit.
+
+    first_node: the number of the first node of autograd's graph that it makes. hooks: of saved tensors. given: its arguments, where
+    some were marked.
+    """
+
+    first_node: int
+    hooks: Any = None
+    given: Any = None
 
 
 class Unit:
@@ -247,14 +274,17 @@ class Unit:
         self.depth = 0  # forwards running inside
         self.in_backward = False
         self.pinned = False  # inside zs.gathered: the modules hold whole copies
-        self.kept: Kept | None = None  # an output still refers to its memory
+        self.lent = False  # at its release memory is left to those who refer to it
+        self.lends = False  # a forward of it has returned views of its memory
+        self.forward: UnitForward | None = None  # that runs inside
         self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
         self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
         self.gathered_numel = sum(g.layout.numel for g in groups)
-        mapped = any(g.values.mapped for g in groups)  # such memory is never released
-        self.memories = {g.values.full.untyped_storage()._cdata for g in groups if self.sharded and not mapped}
+        self._released = self.sharded and not any(g.values.mapped for g in groups)  # mapped memory never is
+        for group in groups:
+            group.count_references()
         self.staged = any(g.values.staged for g in groups)
         self.trainable = [g for g in groups if g.trainable]
         self.expect()
@@ -282,7 +312,18 @@ class Unit:
             for param in group.compute
             if type(param) is nn.Parameter
         ]
+        self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
         self.guard(self.phase is Phase.SHARDED)
+
+    @property
+    def memories(self) -> set[int | None]:
+        """The memories that hold its parameters while it is gathered, and that it gives up."""
+        return {memory_of(group.values.full) for group in self.groups} if self._released else set()
+
+    @property
+    def referred(self) -> bool:
+        """Whether anything but this library refers to them."""
+        return self._released and any(group.referred for group in self.groups)
 
     def expect(self) -> None:
         """Count the parameters that require a gradient."""
@@ -367,8 +408,13 @@ class Unit:
         if not self.sharded or self.phase in (Phase.SHARDED, Phase.FETCHING, Phase.AWAY):
             return
         self.ready()
+        lent, self.lent = self.lent and self.referred, False
         for group in self.groups:
+            if lent and group.referred:
+                group.part()
             group.values.release()
+        if lent:
+            self.groups[0].runtime.saved.follow(self)
         self._move(Phase.SHARDED)
         self.guard(True)
 
@@ -391,17 +437,15 @@ class Unit:
 
     def outdate(self) -> None:
         """Shards at rest are about to be written: drop what was fetched or gathered ahead of use; no copy reads them any more."""
-        if not (self.in_use or self.kept):
+        if not self.in_use:
             self.release()
             self.forget()
-        if self.kept:
-            self.kept.outdated = True
         for group in self.groups:
             group.values.outdate()
 
     def guard(self, released: bool) -> None:
         """Let compute parameters that someone kept raise, instead of reading released memory."""
-        cls = ReleasedParameter if released else nn.Parameter
+        cls = self._released_class if released else nn.Parameter
         for param in self._guarded:
             param.__class__ = cls
 
@@ -465,7 +509,6 @@ class Unit:
         self._seen_versions = self._versions()
         if not self.in_backward:  # else what ends that does it
             self.swap_out()
-        if not (self.in_backward or self.kept):
             self.release()
         raise ShardedWriteError(
             f"{', '.join(written[:3])}: written in place inside a forward, where each rank has a copy that is given up after it. "

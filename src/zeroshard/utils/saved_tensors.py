@@ -1,0 +1,88 @@
+"""Saved-tensor hooks inside of other saved-tensor hooks.
+
+Torch calls the innermost hooks alone (`torch.autograd.graph.saved_tensors_hooks`). Hooks that are meant for some tensors
+therefore hand all others to the hooks around them, or do for them what autograd does without hooks:
+
+    outer = Outer()                         # where the hooks are entered
+    packed = outer.pack(tensor)             # an object with a method `restore`
+    tensor = packed.restore()
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch import Tensor
+
+from ..errors import ShardedAccessError
+from .torch_compat import top_saved_tensors_hooks
+
+
+class Outer:
+    """The saved-tensor hooks in force where this is made. Hooks made with it are methods of an object with it as `outer`.
+
+    checkpoint: of them, those of `torch.utils.checkpoint` that count what is saved, to find it again by its number; or None.
+    """
+
+    __slots__ = ("checkpoint", "hooks")
+
+    def __init__(self) -> None:
+        self.hooks: tuple[Callable, Callable] | None = top_saved_tensors_hooks()
+        self.checkpoint: tuple[Callable, Callable] | None = None
+        if self.hooks is not None:
+            around = getattr(getattr(self.hooks[0], "__self__", None), "outer", None)
+            counts = self.hooks[0].__module__ == torch.utils.checkpoint.__name__
+            self.checkpoint = self.hooks if counts else around.checkpoint if isinstance(around, Outer) else None
+
+    def pack(self, tensor: Tensor) -> Packed | Saved:
+        """What autograd keeps in place of a tensor that the inner hooks leave to others."""
+        return Saved(tensor) if self.hooks is None else Packed(self.hooks[0](tensor), self.hooks[1])
+
+    def count(self, tensor: Tensor) -> Any:
+        """A checkpoint counts the tensor, which the inner hooks keep in their own way. The object is to live as long as that."""
+        return None if self.checkpoint is None else self.checkpoint[0](tensor)
+
+
+class Packed:
+    """A tensor that outer hooks have packed."""
+
+    __slots__ = ("value", "unpack")
+
+    def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.value, self.unpack = value, unpack
+
+    def restore(self) -> Tensor:
+        return self.unpack(self.value)
+
+
+class Saved:
+    """A tensor as autograd saves it without hooks, with the check that autograd leaves to hooks: nobody has written to it since."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # detached: autograd hands in outputs with their node, and a node that holds itself is never freed
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = tensor._version
+
+    def restore(self) -> Tensor:
+        """Raises RuntimeError, in torch's words, where the tensor was modified in place; ShardedAccessError where its memory was released."""
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"version {self.version}."
+            )
+        if self.tensor.layout is torch.strided and self.tensor.numel() and not self.tensor.untyped_storage().nbytes():
+            raise ShardedAccessError(
+                f"autograd has saved a tensor of shape {tuple(self.tensor.shape)} whose memory is released by now: it is a parameter of "
+                "another unit, or a view of one. Let the function that computes with it read the parameter from its module."
+            )
+        return self.tensor
+
+
+#: The `unpack` of hooks whose packed objects have a method `restore`.
+restore = operator.methodcaller("restore")
