@@ -17,7 +17,7 @@ def check_dataset(dataset: Any) -> None:
 class DeepSpeedDataLoader:
     """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
 
-    Each pass draws another order. drop_last: a last batch that is not full is left out.
+    As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch that is not full is left out.
     """
 
     def __init__(
@@ -31,16 +31,12 @@ class DeepSpeedDataLoader:
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
         self.data: Iterator[Any] | None = None  # of the pass that is under way
-        self._epoch = 0
         self.dataloader = DataLoader(
             dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last,
             num_workers=num_workers, pin_memory=pin_memory,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Any]:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self._epoch)
-            self._epoch += 1
         self.data = iter(self.dataloader)
         return self.data
 
