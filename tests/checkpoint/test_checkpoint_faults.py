@@ -338,3 +338,22 @@ def test_b07_a_failed_save_beside_training_is_told_once_by_the_next(tmp_path, mo
 
     run_threads(2, rank_run)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest", "third"]
+
+
+def test_a_folder_that_is_removed_while_a_save_begins_is_a_write_error(tmp_path, monkeypatch):
+    """On every rank, also where rank 0 itself no longer sees what it has made."""
+    plain = writing.os.path.isdir
+
+    def isdir(path) -> bool:
+        if "bad" in str(path):
+            shutil.rmtree(path, ignore_errors=True)
+        return plain(path)
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied", stall_timeout_s=20.0)
+        error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="bad"))
+        assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOENT, repr(error)
+        zs.close(model)
+
+    monkeypatch.setattr(writing.os.path, "isdir", isdir)
+    run_threads(2, rank_run)

@@ -14,6 +14,7 @@ that a rank is alive; where the filesystem has no locks that all ranks see, the 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -257,6 +258,9 @@ class Writing:
     def _open(self) -> tuple[str, list[str] | None]:
         """What there is to be written, and the file with all its space; digest of the layout, and of those that rank 0 knows."""
         if not os.path.isdir(self.folder):
+            if self.comm.rank == 0:  # who has made it: somebody has removed it
+                with self._write_errors():
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.folder))
             raise ConfigError(
                 f"zs.save: {self.plan.root}: rank {self.comm.rank} does not see what rank 0 makes there; name a shared filesystem."
             )

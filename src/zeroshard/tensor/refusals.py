@@ -1,4 +1,4 @@
-"""What to do in place of an operation that slices do not allow. Each remedy is tried by a test (tests/zero/test_remedies.py)."""
+"""What to do in place of an operation that slices do not allow. Each remedy is tried by a test (tests/zero/test_refusals.py)."""
 
 from __future__ import annotations
 
