@@ -208,7 +208,6 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
-    basic.param_groups[:] = [entry for entry in basic.param_groups if entry["params"]]
     return basic
 
 
