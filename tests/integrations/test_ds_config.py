@@ -163,7 +163,10 @@ def test_deprecated_keys_are_forwarded():
     assert isinstance(zero.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig) and zero.offload_optimizer.device == "cpu"
     assert zero.offload_param.device == "cpu" and zero.gather_16bit_weights_on_model_save
     assert len(config.notes) == 3 and all("deprecated" in note for note in config.notes)
-    assert DeepSpeedZeroConfig(cpu_offload=False).offload_optimizer is None
+    off = read(zero_optimization={"stage": 3, "cpu_offload": False, "cpu_offload_param": False, "cpu_offload_use_pin_memory": False,
+        "stage3_gather_fp16_weights_on_model_save": False})
+    assert off.notes == [] and off.zero_config.offload_optimizer is None and off.zero_config.offload_param is None
+    assert not off.zero_config.gather_16bit_weights_on_model_save
     with pytest.raises(AssertionError, match="cpu_offload is the old name of offload_optimizer"):
         DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "cpu"})
     assert read(zero_optimization=True).zero_optimization_stage == 1
