@@ -266,8 +266,8 @@ def _build(
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     """Make a sharded model an ordinary one again, with whole parameters, and free everything (collective).
 
-    Parameters come back in the dtype they were given in (from fp32 masters where there are any). The optimizer
-    can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
+    Parameters come back in the dtype they were given in (from fp32 masters where there are any; frozen ones have no masters
+    and stay rounded to the precision, but for those that `dtypes` names). The optimizer can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
     are removed, and the model can not be used any more either. After the failure of a disk or of a peer there are no whole
     values to come back: files are removed, and the error is raised again.
     """

@@ -344,7 +344,8 @@ class Config:
     "zero-infinity" (which needs offload_path).
 
     stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16".
+    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
+                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
                       (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
                       or a function (name, module) -> bool.
@@ -358,7 +359,9 @@ class Config:
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
     dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
                       Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them.
+                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
+                      means no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
+                      keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
     cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
                       (rotary tables need fp32; a table that is added to activations must be cast).
     loss_scale:       fp16: "dynamic" or a fixed number above 0.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ... import api
 from ...errors import ZeroshardError
 from ...optim.offload_states import offload_states, reload_states
+from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
@@ -390,4 +391,4 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
 
 def _half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
+    return tensor.to(casts_to(tensor.dtype, torch.half))

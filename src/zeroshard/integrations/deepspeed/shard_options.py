@@ -13,6 +13,7 @@ from torch import nn
 from ...errors import did_you_mean
 from ...optim.lion import Lion
 from ...optim.muon import Muon
+from ...utils.dtypes import is_narrow
 from .config_keys import KEYS, Treatment
 from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
@@ -231,7 +232,7 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".removeprefix(".")
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not is_narrow(buffer.dtype):
                 kept = any(re.search(pattern, full) for pattern in patterns)
                 setattr(module, name, buffer.to(torch.float32 if kept else dtype))
 
