@@ -490,8 +490,8 @@ class ShardedOptimizer:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
-            f"a {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Use zs.save, or "
-            "zs.full_optimizer_state(model)."
+            f"a {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
+            "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
         )
 
     def state_dict(self) -> dict[str, Any]:
