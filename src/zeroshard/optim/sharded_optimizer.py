@@ -32,6 +32,7 @@ from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
 from .delayed_update import DelayedStep
+from .inner_optimizer import inner_copy, step_on_device
 from .lr_schedulers import Tally, respect_skipped_steps
 from .offloaded_step import HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
@@ -288,16 +289,19 @@ class OptimizerCore:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
         before = self._settings() if self.host is not None or whole else None
-        self.inner.step()
+        step_on_device(self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device)
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = None
-        self._copy_options(self.inner, self.outer)
         if self.host is not None:
             self._step_on_host(runs, *before)
         if whole:
-            options = {id(run): o for number, o in enumerate(before[0]) for run in self.runs[number]}
-            self.whole.step([(run, options[id(run)]) for run in whole])
+            number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
+            numbers = [number_of[id(run)] for run in whole]
+            told = self.whole.step([(run, before[0][number]) for run, number in zip(whole, numbers, strict=True)])
+            for number, options in zip(numbers, told, strict=True):
+                self.inner.param_groups[number].update(options)
+        self._copy_options(self.inner, self.outer)
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
@@ -553,19 +557,6 @@ def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -
                 mine.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(mine, tuple) else value
-
-
-def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
-    inner = object.__new__(type(optimizer))
-    inner.__dict__.update(optimizer.__dict__)
-    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
-    inner.state = defaultdict(dict)
-    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
-    for name in list(inner.__dict__):
-        if name.endswith("_hooks"):
-            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
-    return inner
 
 
 def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.base import Comm
-from ..comm.codec import exchange_values
+from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError
 from ..offload.storage import Rest, Tiers
 from ..tensor.tiled_parameter import part_of
@@ -102,13 +102,14 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
 
 @dataclass(eq=False)
 class Stepping:
-    """One parameter to be stepped. states: names of its states of its shape -> dtype."""
+    """One parameter to be stepped. states: names of its states of its shape -> dtype. written: options that the step changed."""
 
     run: Run
     options: dict[str, Any]
     states: dict[str, torch.dtype]
     others: dict[str, Any]
     owner: int = 0
+    written: dict[str, Any] = field(default_factory=dict)
 
     @property
     def group(self) -> ParamGroup:
@@ -135,15 +136,16 @@ class WholeStepper:
         self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
 
     @torch.no_grad()
-    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> None:
-        """One step of all (collective, the same runs in the same order on all ranks)."""
+    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """One step of all (collective, the same runs in the same order on all ranks); what each step changed in its group's options."""
         jobs = [self._job(run, options) for run, options in runs]
         if self.replicated:
             for job in jobs:
                 self._step_here(job)
-            return
-        for turn in _turns(jobs, self.comm.world_size):
-            self._step_turn(turn)
+        else:
+            for turn in _turns(jobs, self.comm.world_size):
+                self._step_turn(turn)
+        return [job.written for job in jobs]
 
     def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
         entries = run.states.load()
@@ -160,7 +162,8 @@ class WholeStepper:
         self.inner.param_groups = [{**job.options, "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
-        after = self.inner.state[leaf]
+        after, options = self.inner.state[leaf], self.inner.param_groups[0]
+        job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
         self.inner.state, self.inner.param_groups = defaultdict(dict), []
         after = {key: value if _is_state(value, job.shape) else job.run.rested(value) for key, value in after.items()}
         return leaf.detach(), after
@@ -196,19 +199,20 @@ class WholeStepper:
             if parts is not None:
                 value, after = self._step_class(job, parts[0], parts[1], dict(zip(job.states, parts[2:], strict=True)))
                 mine = job, value, after
-        told = _told(mine[0], mine[2]) if mine is not None else None
+        told = (*_told(mine[0], mine[2]), mine[0].written) if mine is not None else None
         everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
         for job in turn:
-            states, job.others = self._imagined(job) if self.comm.imagined and job.owner != self.comm.rank else everyone[job.owner]
+            imagined = self.comm.imagined and job.owner != self.comm.rank
+            states, job.others, job.written = self._imagined(job) if imagined else everyone[job.owner]
             job.states = dict(sorted(states.items()))
         self._give_back(turn, mine)
 
-    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
         """What an imagined owner would tell: of a first step, without memory, and seen by nobody who counts."""
         first = replace(job, states={}, others={})
         with _disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
-            return _told(first, self._step_class(first, param, grad, {})[1])
+            return *_told(first, self._step_class(first, param, grad, {})[1]), first.written
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere."""
