@@ -78,11 +78,11 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
     Raises:
         Sends: its step sends tensors as large as parameters to other ranks.
     """
-    found: list[tuple[int, str, bool]] = []
+    found: list[tuple[list[int], str, bool]] = []
     with _apart():
-        for number, param in _samples(optimizer):
+        for numbers, param in _samples(optimizer):
             try:
-                how, alone = _on_some_device(lambda device, n=number, p=param: _Trial(optimizer, n, p, device).outcome(), param)
+                how, alone = _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).outcome(), param)
             except Sends as error:
                 if error.large:
                     raise
@@ -90,18 +90,18 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
             except _Untold:
                 continue
             if how is not None:
-                found.append((number, how, alone))
+                found.append((numbers, how, alone))
     if not found:
         return None
-    return Departure(sorted({number for number, _, _ in found}), found[0][1], all(alone for _, _, alone in found))
+    return Departure(sorted({number for numbers, _, _ in found for number in numbers}), found[0][1], all(alone for _, _, alone in found))
 
 
 def sends(optimizer: torch.optim.Optimizer) -> str | None:
     """The operation by which its step sends something to other ranks; None where a trial shows none."""
     with _apart():
-        for number, param in _samples(optimizer):
+        for numbers, param in _samples(optimizer):
             try:
-                _on_some_device(lambda device, n=number, p=param: _Trial(optimizer, n, p, device).alone(), param)
+                _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).alone(), param)
             except Sends as error:
                 return str(error)
             except _Untold:
@@ -204,18 +204,19 @@ class _Trial:
         return state
 
 
-def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Tensor]]:
-    """(group, one of its parameters) for each number of dimensions in each kind of group: numbers in options make no other kind."""
-    seen: set[Any] = set()
+def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tensor]]:
+    """(groups, a parameter of the first) for each number of dimensions in each kind of group: numbers in options make no other kind."""
+    samples: dict[Any, tuple[list[int], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
         kind = repr(sorted((k, "number" if type(v) in (int, float) else repr(v)) for k, v in told.items()))
         for param in group["params"]:
             attributes = repr(sorted((k, v) for k, v in vars(param).items() if isinstance(v, (bool, str))))
-            key = (kind, max(param.dim(), 1), attributes, bool(optimizer.state.get(param)))
-            if key not in seen:
-                seen.add(key)
-                yield number, param
+            key = kind, max(param.dim(), 1), attributes, bool(optimizer.state.get(param))
+            numbers, _ = samples.setdefault(key, ([], param))
+            if number not in numbers:
+                numbers.append(number)
+    yield from samples.values()
 
 
 def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:

@@ -134,6 +134,7 @@ class WholeStepper:
     def __init__(self, inner: torch.optim.Optimizer, comm: Comm, tiers: Tiers, replicated: bool) -> None:
         self.inner, self.comm, self.tiers, self.replicated = inner, comm, tiers, replicated
         self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
+        self.stacked: dict[tuple[str, int], int] = {}  # (state, dimensions of its parameter) -> dimensions of 1 before those
 
     @torch.no_grad()
     def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -156,7 +157,7 @@ class WholeStepper:
         """The optimizer's own class on a whole parameter: its value and states afterwards."""
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
-        state = {key: value.view(job.shape) for key, value in states.items()}
+        state = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
         others = {key: job.run.shown(value) for key, value in job.others.items()}
         state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
         self.inner.param_groups = [{**job.options, "params": [leaf]}]
@@ -165,8 +166,25 @@ class WholeStepper:
         after, options = self.inner.state[leaf], self.inner.param_groups[0]
         job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
         self.inner.state, self.inner.param_groups = defaultdict(dict), []
-        after = {key: value if _is_state(value, job.shape) else job.run.rested(value) for key, value in after.items()}
-        return leaf.detach(), after
+        return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
+
+    def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
+        """A state as it is kept. That of a stack of one matrix (1, m, n), which a class of stacks makes, has the shape of the matrix."""
+        if isinstance(value, Tensor) and key not in job.others:
+            leading = value.dim() - len(job.shape)
+            if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
+                self.stacked[key, len(job.shape)] = leading
+                return value.view(job.shape)
+        return job.run.rested(value) if not _is_state(value, job.shape) else value
+
+    def _leading(self, job: Stepping, key: str) -> int:
+        """How many dimensions of 1 the class gives a state before those of its parameter. After a load, a step of zeros tells."""
+        at = key, len(job.shape)
+        if at not in self.stacked:
+            self.stacked[at] = 0
+            first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=self.comm.device)
+            self._step_class(first, zeros, zeros.clone(), {})
+        return self.stacked[at]
 
     # -- replicated ----------------------------------------------------------------------------------------------
 
