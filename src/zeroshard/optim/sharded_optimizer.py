@@ -72,7 +72,7 @@ class OptimizerCore:
         self.last_step: StepRecord | None = None
         self.allied = [self]  # with which it has one norm and one verdict: those of the stages of one rank of a pipeline
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
-        self.tally = Tally()
+        self.tally = Tally(runtime.config.hold_schedulers)
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
@@ -155,15 +155,15 @@ class OptimizerCore:
         else:
             norm, divisor = found.norm * found.coefficient, 1.0  # done by an earlier call for this step
         coefficient = 1.0
-        if math.isfinite(norm) and max_norm is not None:
-            coefficient = min(1.0, max_norm / (norm + 1e-6))
+        if self._usable(norm) and max_norm is not None:
+            coefficient = min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays, as in torch
         for core in self.allied:
             core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor)
         return norm
 
     def _take_norm(self, found: Clipped, divisor: float) -> None:
         """Scale gradients as was found for all allied. Where the norm is not finite they stay."""
-        if math.isfinite(found.norm):
+        if self._usable(found.norm):
             self._scale_gradients(found.coefficient / divisor)
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
         self.runtime.account.clipped = replace(found, writes=self._writes())
@@ -171,7 +171,11 @@ class OptimizerCore:
     def _known(self) -> bool:
         """True if the norm that was found is still that of the gradients."""
         found = self.runtime.account.clipped
-        return found is not None and math.isfinite(found.norm) and found.writes == self._writes()
+        return found is not None and self._usable(found.norm) and found.writes == self._writes()
+
+    def _usable(self, norm: float) -> bool:
+        """True if a step is taken with gradients of this norm."""
+        return math.isfinite(norm) or not (self.runtime.config.skip_nonfinite or self.runtime.progress.scaler is not None)
 
     def _writes(self) -> list[int]:
         return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
@@ -212,13 +216,13 @@ class OptimizerCore:
         scale = runtime.progress.loss_scale
         found = account.clipped
         if not self._known() and not (found is not None and found.refused):
-            undone = found is not None and not math.isfinite(found.norm)  # a clip that found nothing to clip
+            undone = found is not None and not self._usable(found.norm)  # a clip that found nothing to clip
             self._clip(found.max_norm if undone else runtime.config.max_grad_norm)
         runtime.attendance.count_step()
         assert account.clipped is not None
         norm, coefficient = account.clipped.norm, account.clipped.coefficient
         account.clipped = None
-        if not math.isfinite(norm):
+        if not self._usable(norm):
             return self._skip(norm, scale)
         self.publish(self._update())
         self._skipped_in_a_row = 0
