@@ -87,6 +87,7 @@ _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
 _WHOLE = _Kind("a whole number", _is_whole)
 _POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
+_SKIPS = _Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (_is_whole(value) and value >= 1))
 _COUNT = _Kind("a whole number of at least 0", lambda value: _is_count(value))
 _BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
 _MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
@@ -238,7 +239,9 @@ _CONFIG_KINDS = {
     "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
     "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), _Kind("a number above 0", _is_scale)),
-    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis", "max_skipped_steps"), _POSITIVE),
+    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), _POSITIVE),
+    "max_skipped_steps": _SKIPS,
+    **dict.fromkeys(("skip_nonfinite", "hold_schedulers"), _BOOL),
     **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), _POSITIVE),
     **dict.fromkeys(("hierarchical", "replicate_optimizer"), _BOOL),
     "offload_path": _FOLDER,
@@ -370,7 +373,9 @@ class Config:
     loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by this many-th overflow, and by each from there on;
                       counting begins again when the scale doubles, with consecutive_hysteresis after every good step.
     min_loss_scale:   fp16: the dynamic scale is not halved below it.
-    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
+    skip_nonfinite:   a step whose gradients are not finite is skipped, on all ranks; False: taken, as plain torch takes it (not in fp16).
+    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis; inf: never.
+    hold_schedulers:  schedulers of torch stand still after a skipped step, whoever calls them.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
     keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
         on disk it is told to give large blocks back at once.
@@ -422,7 +427,9 @@ class Config:
     loss_scale_hysteresis: int = 1
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 2.0**-14
-    max_skipped_steps: int = 50
+    skip_nonfinite: bool = True
+    max_skipped_steps: float = 50
+    hold_schedulers: bool = True
     map_shared: bool = True
     keep_host_memory: bool = True
     offload_optimizer: Offload | str | Mapping | None = None

@@ -67,6 +67,11 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
+def in_threads() -> bool:
+    """Whether this rank is a thread, of zeroshard.testing.run_threads."""
+    return getattr(_local, "comm", None) is not None
+
+
 def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
     """The Comm for this rank.
 

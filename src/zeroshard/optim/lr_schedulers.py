@@ -18,9 +18,13 @@ from .step_record import StepRecord
 
 
 class Tally:
-    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then."""
+    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then.
 
-    def __init__(self) -> None:
+    holds: schedulers stand still after skipped steps.
+    """
+
+    def __init__(self, holds: bool = True) -> None:
+        self.holds = holds
         self.asked = self.skipped = 0
         self.scheduling = False  # in the step of a scheduler: those that it is made of go with it
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -40,7 +44,7 @@ class Tally:
         """False where all steps since the scheduler's last one were skipped."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
-        return self.asked == asked or self.asked - asked > self.skipped - skipped
+        return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
 
 
 def respect_skipped_steps() -> None:

@@ -273,7 +273,8 @@ _FP16 = (
 _BF16 = (
     _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
     _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
-    _N("check_grad_overflow", True, "steps with non-finite gradients are skipped in any case", "bool"),
+    _H("check_grad_overflow", True, "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients", "bool",
+        "skip_nonfinite"),
     _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
     _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
 )

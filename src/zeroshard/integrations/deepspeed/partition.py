@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.process_group import talking_device
-from ...config import Config, Tier
+from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
@@ -36,6 +36,7 @@ from ...zero.init_context import cut_module, init
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
+from . import communication
 from .ds_config import read_config
 
 logger = logging.getLogger("DeepSpeed")
@@ -143,10 +144,8 @@ class Init:
             _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
             return
         if not backend_select.is_started():
-            from .communication import init_distributed
-
-            init_distributed()
-        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), Config().stall_timeout_s)
+            communication.init_distributed()
+        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s())
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
         if module is not None:
             cut_module(module.to(self._birthplace()), self._comm)
