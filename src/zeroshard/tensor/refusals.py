@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'
 _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
 
 
@@ -20,10 +21,10 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
         return "Run it inside `with zs.gathered(module, write=True):`."
     if grows:
         return (
-            "Do it in the model's forward, or with `p.full_tensor()`, on all ranks: gradients go through both. To look at values alone, "
-            "`with torch.no_grad(), zs.gathered(module):` (write=True to change them)."
+            f"Do it in the model's forward, or with `p.full_tensor()`, on all ranks: gradients go through both. {_METHOD} To look at "
+            "values alone, `with torch.no_grad(), zs.gathered(module):` (write=True to change them)."
         )
     return (
         "Do it in the model's forward, run it inside `with zs.gathered(module):` (write=True to change it), or take "
-        "`p.full_tensor()`, on all ranks."
+        f"`p.full_tensor()`, on all ranks. {_METHOD}"
     )
