@@ -28,3 +28,13 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
         "Do it in the model's forward, run it inside `with zs.gathered(module):` (write=True to change it), or take "
         f"`p.full_tensor()`, on all ranks. {_METHOD}"
     )
+
+
+def remedy_of_whole(of_gradient: bool) -> str:
+    """What to do where a whole tensor was to be changed by what is sharded. of_gradient: it surely is a gradient."""
+    remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+    average = (
+        " For a moving average of the model (torch.optim.swa_utils.AveragedModel) take zs.ema(model, decay), which keeps slices and "
+        "follows each step."
+    )
+    return remedy if of_gradient else remedy + average

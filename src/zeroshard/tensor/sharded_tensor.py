@@ -29,7 +29,7 @@ from .differentiable import ReadableSlices, ReadableWhole
 from .memory_access import HasNoMemory
 from .norms import allow_foreach, foreach_norm, whole_norm
 from .op_classes import computes
-from .refusals import remedy_of
+from .refusals import remedy_of, remedy_of_whole
 from .rows import RangeHome
 
 aten = torch.ops.aten
@@ -300,9 +300,10 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
-        remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+        remedy = remedy_of_whole(of_gradient)
+    else:
+        remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 
 

@@ -90,7 +90,7 @@ class Runtime:
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
-            "zs.full_state_dict(model)."
+            "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
         )
 
     def tell(self, message: str) -> None:
