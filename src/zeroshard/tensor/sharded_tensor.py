@@ -77,6 +77,9 @@ class Home(Protocol):
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`."""
 
+    def adopt(self, hook: Callable) -> Callable:
+        """What autograd is to call when the gradient is complete, for a hook of the program."""
+
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
 
@@ -218,8 +221,11 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
-        """As on a tensor: called with the gathered parameter when its local gradient is complete."""
-        return self._compute.register_post_accumulate_grad_hook(hook)
+        """As on a tensor: called with this parameter, as it is at rest, when its local gradient is complete and has been sent."""
+        compute = self.__dict__.get("_compute")
+        if compute is None:  # born under zs.init: zs.shard takes the hook along
+            return super().register_post_accumulate_grad_hook(hook)
+        return compute.register_post_accumulate_grad_hook(self._home.adopt(hook))
 
 
 class ReplicatedParameter(ReadableWhole, nn.Parameter):
@@ -250,6 +256,10 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._home.set_gradient(value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As on a tensor: called when the local gradient is complete and has been sent (`grad` is None, or that of earlier backwards)."""
+        return super().register_post_accumulate_grad_hook(self._home.adopt(hook))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         """An ordinary parameter: the copy belongs to no sharded model."""
