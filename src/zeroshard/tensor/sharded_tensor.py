@@ -29,7 +29,7 @@ from .differentiable import ReadableSlices, ReadableWhole
 from .memory_access import HasNoMemory
 from .norms import allow_foreach, foreach_norm, whole_norm
 from .op_classes import computes
-from .refusals import remedy_of
+from .refusals import remedy_of, remedy_of_whole
 from .rows import RangeHome
 
 aten = torch.ops.aten
@@ -76,6 +76,9 @@ class Home(Protocol):
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`."""
+
+    def adopt(self, hook: Callable) -> Callable:
+        """What autograd is to call when the gradient is complete, for a hook of the program."""
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
@@ -218,8 +221,11 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
-        """As on a tensor: called with the gathered parameter when its local gradient is complete."""
-        return self._compute.register_post_accumulate_grad_hook(hook)
+        """As on a tensor: called with this parameter, as it is at rest, when its local gradient is complete and has been sent."""
+        compute = self.__dict__.get("_compute")
+        if compute is None:  # born under zs.init: zs.shard takes the hook along
+            return super().register_post_accumulate_grad_hook(hook)
+        return compute.register_post_accumulate_grad_hook(self._home.adopt(hook))
 
 
 class ReplicatedParameter(ReadableWhole, nn.Parameter):
@@ -250,6 +256,10 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._home.set_gradient(value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As on a tensor: called when the local gradient is complete and has been sent (`grad` is None, or that of earlier backwards)."""
+        return super().register_post_accumulate_grad_hook(self._home.adopt(hook))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         """An ordinary parameter: the copy belongs to no sharded model."""
@@ -300,9 +310,10 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
-        remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+        remedy = remedy_of_whole(of_gradient)
+    else:
+        remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 
 

@@ -92,6 +92,13 @@ def check_lazy(model: nn.Module) -> None:
 def _check(name: str, param: nn.Parameter) -> None:
     if param.layout is not torch.strided:
         raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+    if param.is_complex() and param.requires_grad:
+        attribute = name.rpartition(".")[2]
+        raise ShardedAccessError(
+            f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
+            f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: gradients "
+            "and steps are the same."
+        )
     if not param.is_floating_point() and param.requires_grad:
         raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
 

@@ -23,9 +23,10 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
+from ..utils.torch_compat import exchange
 from .init_context import BirthHome
 from .parameter import ParamHome
-from .shard_model import exchange, write_value
+from .shard_model import write_value
 from .unit import Unit
 
 _BROADCAST_NBYTES = 1 << 26  # of one rank's values that travel at a time

@@ -42,7 +42,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
-                runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
+                runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
     _attach_root(runtime)
     runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(runtime.model):

@@ -29,9 +29,9 @@ from ..errors import ShardedAccessError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils.dtypes import casts_to
+from ..utils.torch_compat import swap
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
-from .shard_model import swap
 from .shared_storage import Origin
 
 _UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one

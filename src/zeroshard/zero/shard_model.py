@@ -26,10 +26,12 @@ from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .parameter import ParamHome, ParamSpec
 from .unit import ParamGroup, Unit
+from .user_hooks import adopt
 
 STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
 LANDINGS = STAGING_BUFFERS + 1
@@ -369,6 +371,7 @@ class Builder:
             if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
+            adopt(group, index, fresh)
             group.params.append(fresh)
             group.compute.append(fresh)
             group.masters.versions.append(fresh._version)
@@ -384,6 +387,7 @@ class Builder:
             old.data = view
             compute = old
         carry_hooks(original, compute)
+        adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
         param.__dict__.update(given)
         param._compute = compute  # type: ignore[attr-defined]
@@ -405,32 +409,6 @@ class Builder:
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
-
-
-def swap(one: Tensor, other: Tensor) -> bool:
-    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
-    if one._use_count() > 1 or other._use_count() > 1:
-        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
-    try:
-        torch.utils.swap_tensors(one, other)
-    except RuntimeError:
-        return False
-    return True
-
-
-def exchange(one: Tensor, other: Tensor) -> None:
-    """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
-    torch._C._swap_tensor_impl(one, other)
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-
-
-def carry_hooks(source: Tensor, target: Tensor) -> None:
-    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(source, table)
-        if hooks and getattr(target, table) is not hooks:
-            setattr(target, table, hooks)
 
 
 @torch.no_grad()
