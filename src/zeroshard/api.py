@@ -312,6 +312,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")
     runtime.topology.release()
+    runtime.end_answering()
     if restore:
         del model.__dict__["_zeroshard"]  # else: its hooks refuse
     runtime.units, runtime.groups = [], []
