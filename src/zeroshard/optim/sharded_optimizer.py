@@ -577,7 +577,8 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     optimizer.__dict__.pop("state")
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
     cls = type(optimizer)
-    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls, DropsGradients), {})
+    # of the user's name, by which monitors and logs call it
+    optimizer.__class__ = type(cls.__name__, (ShardedOptimizer, cls, DropsGradients), {"__qualname__": f"Sharded{cls.__qualname__}"})
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
         core.load_state(given)

@@ -22,12 +22,13 @@ from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
-from .logs import set_log_level_from_string
+from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
+from .version import TEXT, UNKNOWN
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ def initialize(
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
         DeepSpeedConfigError: a key that is not served, with what to do.
     """
+    log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
     if isinstance(model, PipelineModule):
         raise DeepSpeedConfigError("PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining.")
@@ -73,6 +75,8 @@ def initialize(
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     config = config_params if config is None else config
     in_args = getattr(args, "deepspeed_config", None)
+    if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
+        in_args = args.deepspeed_config = args.deepscale_config
     if in_args is not None:
         assert config is None, "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
         config = in_args
