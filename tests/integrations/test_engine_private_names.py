@@ -9,7 +9,9 @@ import torch
 from engine_kit import BATCH, batches, config, net
 from torch import nn
 
+import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
+from zeroshard.errors import ConfigError
 from zeroshard.integrations.deepspeed.stand_ins import NotSupported
 from zeroshard.optim.parameter_access import state_of, value_of
 from zeroshard.testing import run_threads
@@ -63,18 +65,59 @@ def test_the_flat_groups_of_stage_3_are_equal_parts_of_each_parameter():
     assert place == runs[0][0].numel() == runs[0][1].numel()
 
 
+def test_the_norms_of_the_groups_follow_what_is_written_into_gradients():
+    def body(rank):
+        engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(3, 2, 1))
+        engine.backward(engine(*batches(2, 1)[0][0][rank]))
+        before, norms = optimizer._get_norm_groups(), []
+        for param in engine.module.parameters():
+            norms.append(deepspeed.utils.safe_get_full_grad(param).norm())
+            deepspeed.utils.safe_set_full_grad(param, deepspeed.utils.safe_get_full_grad(param) / 2)
+        after = optimizer._get_norm_groups()
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(after[0].item(), rel=1e-5)
+        return before[0].item(), after[0].item(), torch.stack(norms).norm().item()
+
+    for before, after, expected in run_threads(2, body):
+        assert (before, after) == pytest.approx((expected, expected / 2), rel=1e-5)
+
+
+def test_the_throughput_timer_shows_when_it_measures():
+    engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1))
+    timer = engine.tput_timer
+    timer.stop()
+    assert not timer.initialized and timer.start_time == timer.micro_step_count == 0
+    for _ in range(timer.start_step):
+        timer.start()
+        timer.stop(global_step=True)
+    assert timer.initialized and timer.start_time == timer.total_elapsed_time == 0 and timer.global_step_count == 2
+    timer.start()
+    timer.stop()
+    assert timer.total_elapsed_time == timer.step_elapsed_time == timer.end_time - timer.start_time > 0
+
+
 @pytest.mark.parametrize(("stage", "name"), [(1, "single_partition_of_fp32_groups"), (2, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")])
-def test_the_state_dict_of_the_optimizer_tells_what_deepspeeds_does(stage, name):
+def test_the_state_dict_of_the_optimizer_tells_what_deepspeeds_does(stage, name, tmp_path):
     def body(rank):
         engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(stage, 2, 1))
         one_step(engine, rank)
         state = optimizer.state_dict()
         assert (state["zero_stage"], state["partition_count"], state["overflow"]) == (stage, 2, False)
-        optimizer.load_state_dict(state)
-        return state[name][0].numel(), sum(param.numel() for param in engine.module.parameters())
+        torch.save(state, tmp_path / f"{rank}.pt")
+        before = zs.full_optimizer_state(engine.module)
+        one_step(engine, rank)
+        optimizer.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+        for param, entries in zs.full_optimizer_state(engine.module).items():
+            assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(before[param][key])) for key, value in entries.items())
+        with pytest.raises(ConfigError, match="of 3 ranks, and there are 2. engine.save_checkpoint"):
+            optimizer.optimizer.load_state_dict({**state, "partition_count": 3})
+        return state[name][0].numel(), state["state"], sum(param.numel() for param in engine.module.parameters())
 
-    ((mine, numel), (other, _)) = run_threads(2, body)
+    ((mine, state, numel), (other, theirs, _)) = run_threads(2, body)
     assert mine + other == numel
+    for number, entries in state.items():
+        sizes = {(type(each["exp_avg"]), each["exp_avg"].shape) for each in (entries, theirs[number])}
+        assert len(sizes) == 1 and sizes.pop()[0] is torch.Tensor  # ordinary, and as long on every rank: programs gather them
 
 
 def test_elements_of_a_part_are_counted_for_each_parameter():
@@ -96,6 +139,21 @@ def test_the_optimizer_has_the_name_of_the_users_class():
     given = {"train_batch_size": BATCH, "zero_optimization": {"stage": 2}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=mine, config=given, lr_scheduler=scheduler)
     assert type(scheduler.optimizer).__name__ == type(engine.optimizer.optimizer).__name__ == "SGD" and repr(mine).startswith("SGD (")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_again_whose_parameters_were_listed_before_and_a_graph_still_holds(stage):
+    model = net()
+    engine, *_ = deepspeed.initialize(model=model, config=config(stage, 1, 1))
+    loss = engine(*batches(1, 1)[0][0][0])
+    engine.backward(loss)
+    listed = [{"params": list(model.parameters()), "name": "parameters"}]
+    again, optimizer, *_ = deepspeed.initialize(model=model, config=config(stage, 1, 1), model_parameters=listed)
+    assert [id(param) for param in optimizer.param_groups[0]["params"]] == [id(param) for param in model.parameters()]
+    before = zs.full_state_dict(model)
+    again.backward(again(*batches(1, 1)[0][0][0]))
+    again.step()
+    assert not any(torch.equal(value, before[name]) for name, value in zs.full_state_dict(model).items()) and loss.requires_grad
 
 
 def test_initialize_says_its_version():

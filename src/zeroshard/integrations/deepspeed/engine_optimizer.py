@@ -12,6 +12,7 @@ from . import stand_ins
 from .cpu_optimizers import FusedAdam
 from .optimizer_views import OptimizerViews
 from .parameter_offload import ParameterOffload
+from .sliced_states import show_slices
 
 _INSTEAD = {
     **dict.fromkeys(
@@ -84,8 +85,7 @@ class EngineOptimizer(OptimizerViews):
         """The sharded optimizer's, and beside it what scripts read of DeepSpeed's: this rank's slices of the masters by group, the stage."""
         stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
         told = {
-            "zero_stage": stage, "partition_count": self.optimizer.core.runtime.comm.world_size, "overflow": self.overflow,
-            "dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.loss_scale,
+            "zero_stage": stage, "overflow": self.overflow, "dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.loss_scale,
             "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups": slices,
         }  # fmt: skip
         return {**self.optimizer.state_dict(), **told}
@@ -171,6 +171,7 @@ def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
+    show_slices(optimizer)
     if not stage:
         if dtype is torch.float32:
             return optimizer

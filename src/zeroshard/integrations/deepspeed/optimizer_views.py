@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...comm.codec import exchange_values
 from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
 from .leaf_modules import get_z3_leaf_modules
 
@@ -63,6 +64,14 @@ class OptimizerViews:
     def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
         """The parameters of each leaf module (`set_z3_leaf_modules`)."""
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
+
+    def _get_norm_groups(self) -> list[Tensor]:
+        """The norm of the mean gradient of each optimizer group, over all ranks (collective)."""
+        groups = self.get_fp32_grad_partitions()
+        squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
+        comm = self.optimizer.core.runtime.comm
+        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
+        return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
 
     def flat_picture(self) -> torch.optim.Optimizer:
         """A torch optimizer whose groups each have one parameter, as DeepSpeed's at stage 3 (collective): this rank's slices of the

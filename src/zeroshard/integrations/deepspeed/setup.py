@@ -95,8 +95,7 @@ def _initialize(
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
-        partition.detach(model)
-        api.close(model)
+        model_parameters = _let_go(model, optimizer, model_parameters)
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
     )
@@ -113,6 +112,26 @@ def _initialize(
         engine._gc_was_on = gc.isenabled()
         gc.disable()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
+    """Close the engine before this one; a parameter that an old graph holds is another object then, in what is given too."""
+    before = dict(model.named_parameters())
+    given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
+    partition.detach(model)
+    api.close(model)
+    now = {id(before[name]): param for name, param in model.named_parameters()}
+
+    def renewed(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return now.get(id(entry), entry)
+        params = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
+        return {**entry, "params": [now.get(id(param), param) for param in params]}
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = renewed(group)["params"]
+    return [renewed(entry) for entry in given] if isinstance(given, list) else given
 
 
 def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
