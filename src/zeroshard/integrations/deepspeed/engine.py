@@ -102,7 +102,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
-        self.mp_world_size, self.has_moe_layers = 1, False
+        self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)

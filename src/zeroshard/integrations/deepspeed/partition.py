@@ -498,7 +498,7 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
-    "partition_numel": lambda param: param.ds_tensor.numel(),
+    "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),  # DeepSpeed's, padded; ds_tensor may hold more
 }  # fmt: skip
 for _name, _get in _PROPERTIES.items():
     setattr(ShardedParameter, _name, property(_get))
