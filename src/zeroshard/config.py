@@ -233,6 +233,7 @@ _CONFIG_KINDS = {
     "stall_timeout_s": _SECONDS,
     **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
     **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
+    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _BOUND),
     **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
     "consecutive_hysteresis": _BOOL,
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
@@ -387,6 +388,9 @@ class Config:
     delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
                       beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
                       section 4.3; 40 in the paper).
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2, and need
+                      no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
                       gathered in between; 0: none.
     prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
@@ -437,6 +441,8 @@ class Config:
     offload_param: Offload | str | Mapping | None = None
     offload_path: str | None = None
     delayed_update: int | None = None
+    param_persistence_threshold: float = 0
+    model_persistence_threshold: float = math.inf
     max_live_parameters: int = 0
     prefetch_bucket_size: int | None = None
     shard_size: int | None = None

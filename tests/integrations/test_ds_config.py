@@ -4,6 +4,7 @@ import base64
 import copy
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -307,7 +308,7 @@ def test_the_options_of_shard():
         "offload_param": {"device": "nvme", "path": "/fast", "pin_memory": False},
         "max_live_parameters": 100_000, "prefetch_bucket_size": 10, "loss_scale": "dynamic", "initial_loss_scale": 16.0,
         "loss_scale_window": 1000, "loss_scale_delay": 1, "loss_scale_hysteresis": 3, "consecutive_hysteresis": False,
-        "min_loss_scale": 1.0,
+        "min_loss_scale": 1.0, "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
     }  # fmt: skip
     assert zs.Config(**options).offload_optimizer.path == "/fast"
     assert shard_options(read(fp16={"enabled": True}))["loss_scale_hysteresis"] == 1  # stage 0

@@ -193,8 +193,10 @@ _ZERO = (
     ),
     _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count",
         "prefetch_bucket_size")),
-    _stage3(_N("param_persistence_threshold", 100_000, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
-    _stage3(_N("model_persistence_threshold", sys.maxsize, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
+    _stage3(_H("param_persistence_threshold", 100_000, "parameters of at most so many elements stay whole on every rank", "count",
+        "param_persistence_threshold")),
+    _stage3(_H("model_persistence_threshold", sys.maxsize, "at most so many elements in all stay whole so", "count",
+        "model_persistence_threshold")),
     _stage3(_H("max_live_parameters", 1_000_000_000, "bounds the next one", "count", "max_live_parameters")),
     _stage3(_H("max_reuse_distance", 1_000_000_000,
         "a unit stays gathered from forward to backward if at most so many elements are gathered in "

@@ -94,8 +94,9 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """How far ahead units are gathered, and how long they are kept, where the configuration says it."""
-    zero, options = config.zero_config, {}
+    """Which parameters need no gather; how far ahead units are gathered and how long they are kept, where the configuration says it."""
+    zero = config.zero_config
+    options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
         options["prefetch_bucket_size"] = zero.prefetch_bucket_size
     if zero.given & {"max_live_parameters", "max_reuse_distance"}:
