@@ -74,6 +74,9 @@ class Packed:
 class Store:
     """All packed tensors of one model on this rank.
 
+    Threads: any, each waiting its turn (`_one_at_a_time`): forwards run in the rank's own, backwards on a GPU in autograd's. Tensors
+    die in whichever lets them go, which only notes it in `_freed`.
+
     Args:
         model: whose parameters are never packed.
         place, comm: where slices rest; the ranks that share the activations, or None.

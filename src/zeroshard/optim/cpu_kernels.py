@@ -381,6 +381,7 @@ class Team:
     Each runs torch's operators on itself alone and takes the next chunk when it is done with one. torch's own threads
     meet after every operator instead, three times a chunk: as fast on a quiet machine, but where other programs run on
     the same cores somebody always waits for a thread that does not run (2.2 s instead of 0.19 s a step, docs/log.md).
+    One thread at a time runs it, that which has the HostStepper.
     """
 
     def __init__(self, threads: int) -> None:
