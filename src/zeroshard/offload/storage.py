@@ -35,6 +35,7 @@ from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
 from ..memory.ledger import STAGING, Ledger, making
 from ..memory.pool import BufferPool, StagingPool
+from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 
 _PIECES, _PIECE_NBYTES = 4, 2 << 20  # of what is converted on its way to a disk: as many as the engine has threads
@@ -197,7 +198,7 @@ class MemoryRest(Rest):
 
     def store(self, start: int, source: Tensor) -> None:
         place = self.tensor[start : start + source.numel()]
-        if place.untyped_storage()._cdata == source.untyped_storage()._cdata:
+        if torch_compat.storage_id(place.untyped_storage()) == torch_compat.storage_id(source.untyped_storage()):
             return  # it is what `load` gave
         if not self.resident:
             self.tiers.ledger.move(Tier.DEVICE, self.tier, place.nbytes)

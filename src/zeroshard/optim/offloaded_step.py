@@ -26,6 +26,7 @@ from ..errors import ZeroshardError
 from ..memory.pool import Arena
 from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from ..tensor.flat_layout import round_up
+from ..utils import torch_compat
 from ..utils.one_thread import Turn, one_thread
 from .cpu_kernels import (
     CHUNK_NUMEL,
@@ -423,7 +424,7 @@ class HostStepper:
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
             place = slab.parts[name][start : start + param.numel()]
-            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:  # else stepped in place
+            if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):  # else stepped in place
                 place.copy_(value)
 
 

@@ -26,6 +26,7 @@ from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from ..utils import torch_compat
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .parameter import ParamHome, ParamSpec
@@ -371,7 +372,7 @@ class Builder:
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
             group.params.append(fresh)
             group.compute.append(fresh)
-            group.masters.versions.append(fresh._version)
+            group.masters.versions.append(torch_compat.version(fresh))
             return
         facade = ShardedParameter(
             None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
@@ -400,7 +401,7 @@ class Builder:
         if swap(original, new):
             return new
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = new
+            torch_compat.own_parameters(owner)[attribute] = new
         self.replaced[id(original)] = new
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
@@ -409,7 +410,7 @@ class Builder:
 
 def swap(one: Tensor, other: Tensor) -> bool:
     """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
-    if one._use_count() > 1 or other._use_count() > 1:
+    if not (torch_compat.in_no_graph(one) and torch_compat.in_no_graph(other)):
         return False  # torch would swap, and poison the gradient accumulator that the graph keeps
     try:
         torch.utils.swap_tensors(one, other)
@@ -420,14 +421,14 @@ def swap(one: Tensor, other: Tensor) -> bool:
 
 def exchange(one: Tensor, other: Tensor) -> None:
     """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
-    torch._C._swap_tensor_impl(one, other)
+    torch_compat.swap_tensor_impl(one, other)
     one.__class__, other.__class__ = other.__class__, one.__class__
     one.__dict__, other.__dict__ = other.__dict__, one.__dict__
 
 
 def carry_hooks(source: Tensor, target: Tensor) -> None:
     """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for table in torch_compat.HOOK_TABLES:
         hooks = getattr(source, table)
         if hooks and getattr(target, table) is not hooks:
             setattr(target, table, hooks)
