@@ -38,12 +38,6 @@ from torch.utils._python_dispatch import (  # noqa: F401
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes  # noqa: F401
 from torch.utils._pytree import tree_map_only  # noqa: F401
 
-# -- tested releases ---------------------------------------------------------------------------------------------
-
-PINNED = "2.13.0"  # by requirements/torch.txt: what everything is developed, measured and tested on at every commit
-TESTED = {  # release: when all tests last passed on it
-}
-
 # renamed in torch 2.13; the old names warn there
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
