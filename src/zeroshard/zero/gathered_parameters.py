@@ -23,6 +23,7 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
+from ..utils import torch_compat
 from ..utils.torch_compat import exchange
 from .init_context import BirthHome
 from .parameter import ParamHome
@@ -244,12 +245,12 @@ class _Whole:
         else:
             local = home.group.local(home.index)
             spec = home.group.specs[home.index]
-            if any(owner._parameters.get(attribute) is not self.param for owner, attribute in spec.owners):
+            if any(torch_compat.own_parameters(owner).get(attribute) is not self.param for owner, attribute in spec.owners):
                 self.problems.append("replaced")
             elif tuple(copy.shape) != spec.shape:
                 self.problems.append("resized")
             for owner, attribute in spec.owners:
-                owner._parameters[attribute] = self.param
+                torch_compat.own_parameters(owner)[attribute] = self.param
         if not self.problems and copy.grad is not None:
             self.problems.append("given a gradient")
         if not self.problems:
@@ -298,7 +299,7 @@ def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else torch_compat.version(tensor)
 
 
 _REMEDIES = {

@@ -28,6 +28,7 @@ from ..config import Config, Placement
 from ..errors import ShardedAccessError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.torch_compat import swap
 from .parameter import gather_flat
@@ -119,10 +120,10 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
     agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
     cut: dict[int, nn.Parameter] = {}
     for each in module.modules():
-        for name, param in list(each._parameters.items()):
+        for name, param in list(torch_compat.own_parameters(each).items()):
             born = cut[id(param)] if id(param) in cut else _born(comm, each, name, param, None)
             if born is not None:
-                each._parameters[name] = cut[id(param)] = born
+                torch_compat.own_parameters(each)[name] = cut[id(param)] = born
 
 
 @contextlib.contextmanager
@@ -179,9 +180,9 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
     """Give meta buffers memory; the names of those whose values are now undefined."""
     names = []
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in torch_compat.own_buffers(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                torch_compat.own_buffers(module)[name] = torch.empty_like(buffer, device=device)
                 names.append(f"{prefix}.{name}" if prefix else name)
     return names
 
@@ -239,7 +240,7 @@ def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> se
 
 def _writes(buffer: Tensor) -> int:
     """How often it has been written in place, where torch counts that."""
-    return 0 if buffer.is_inference() else buffer._version
+    return 0 if buffer.is_inference() else torch_compat.version(buffer)
 
 
 def _refusal(missing: list[str], parameters: bool) -> str:
