@@ -116,10 +116,10 @@ def test_computing_with_a_gradient(stage):
     def task(model: nn.Module, _: object) -> None:
         square(model, (X,)).backward()
         with pytest.raises(zs.ShardedAccessError, match=r"Take `p.grad.full_tensor\(\)`, or zs.full_gradients\(model\)"):
-            model.first.weight.grad.sum(0)
-        same(model.first.weight.grad.full_tensor().sum(0), wanted.sum(0), "full_tensor", 1e-6)
-        same(zs.full_gradients(model)["first.weight"].sum(0), wanted.sum(0), "full_gradients", 1e-6)
-
+            model.first.weight.grad.cumsum(0)
+        same(model.first.weight.grad.full_tensor().cumsum(0), wanted.cumsum(0), "full_tensor", 1e-6)
+        same(zs.full_gradients(model)["first.weight"].cumsum(0), wanted.cumsum(0), "full_gradients", 1e-6)
+        same(model.first.weight.grad.sum(0), wanted.sum(0), "read at rest", 1e-6)
     on_ranks(task, stage=stage)
 
 
@@ -421,5 +421,42 @@ def test_an_average_that_was_made_before(stage):
             found = ours.full_state_dict()
         for name, value in wanted.module.state_dict().items():
             same(found[name], value, name, 1e-6)
+
+    run_threads(2, run)
+
+
+# -- reads at rest that all ranks make ---------------------------------------------------------------------------------
+
+READS = {
+    "max": lambda p: p.max(), "min": lambda p: torch.min(p), "largest of rows": lambda p: p.max(0).values, "mean": lambda p: p.data.mean(),
+    "equal": lambda p: torch.equal(p, p.detach()), "close": lambda p: torch.allclose(p, p + 1e-9), "compared": lambda p: (p == p.data).all(),
+    "view": lambda p: p.data.view(-1).sum(), "flat": lambda p: p.detach().flatten()[:5].sum(), "std": lambda p: torch.std(p),
+    "item": lambda p: p.item() if p.numel() == 1 else p.max().item(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, RELEASED, {**RELEASED, "offload_param": "cpu"}], ids=str)
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_of_parameters_at_rest_is_what_one_process_reads(name, options):
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(BASE), **options)
+        got, wanted = (READS[name](each.first.weight) for each in (model, BASE))
+        if name == "flat" and options["stage"] == 3:  # rows of a view are a sharded tensor as well
+            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        same(torch.as_tensor(got).detach(), torch.as_tensor(wanted).detach(), name, 1e-6)
+
+    run_threads(2, run)
+
+
+def test_gradients_go_through_what_is_read_at_rest():
+    wanted = one_process(lambda model: square(model, (X,)) + model.first.weight.max() + model.last.weight.std())
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(BASE), **RELEASED)
+        (square(model, (X,)) + model.first.weight.max() + model.last.weight.std()).backward()
+        same_gradients(model, wanted, 1e-6)
+        with pytest.raises(zs.ShardedAccessError, match=r"aten.max.default needs the whole of first.weight.*`p.full_tensor\(\)`"):
+            model.first.weight.view(-1).max()  # of a view that is in a graph: a gradient would be lost
+        same(model.first.weight.full_tensor().view(-1).max().detach(), BASE.first.weight.max().detach(), "remedy", 0.0)
 
     run_threads(2, run)

@@ -13,6 +13,8 @@ from ..utils.torch_compat import post_accumulate_hooks
 from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
 from ..zero.user_hooks import ONE_OPTIMIZER, other_optimizers
+from .lion import Lion
+from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
 _IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch.distributed.optim marks parameters that it steps in backward
@@ -28,18 +30,64 @@ _NOT_ELEMENTWISE = {
 }
 
 
+_ELEMENTWISE = {
+    Lion,
+    *(getattr(torch.optim, name) for name in (
+        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )),
+}  # fmt: skip
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
-    if declared(optimizer) is not None:
+    """Raise ConfigError for a class that needs more than the elements it steps: on flat shards it would be another one.
+
+    Classes of torch are known; those of _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
+    """
+    cls = type(optimizer)
+    if cls in _ELEMENTWISE:
         return
-    for cls in type(optimizer).__mro__:
-        reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
+    if declared(optimizer) is not None:
+        operation = None if cls.__module__.startswith(("torch.", "zeroshard.")) else sends(optimizer)
+        if operation is not None:
+            raise ConfigError(_sends(cls, operation))
+        return
+    for base in cls.__mro__:
+        reason = _NOT_ELEMENTWISE.get(base.__name__.upper().removeprefix("FUSED"))
         if reason is not None:
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
+                f"optimizer: {cls.__name__} {reason}; expected an elementwise optimizer, since each rank steps "
                 "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter by itself, "
                 "declare that: zs.whole_matrix(class)."
             )
+    try:
+        found = departure(optimizer)
+    except Sends as error:
+        raise ConfigError(_sends(cls, str(error))) from None
+    if found is not None:
+        raise ConfigError(_departs(cls, found, len(optimizer.param_groups)))
+
+
+def _departs(cls: type, found: Departure, groups: int) -> str:
+    numbers = ", ".join(map(str, found.groups[:8])) + (", ..." if len(found.groups) > 8 else "")
+    of = "" if len(found.groups) == groups == 1 else f" (in group {numbers} of {groups})"
+    remedy = (
+        "It needs several parameters together: use for example AdamW, SGD or zs.Lion."
+        if not found.alone
+        else f"Each parameter can be stepped by itself, as was tried: declare that, zs.whole_matrix({cls.__name__}), or of such groups alone, "
+        f"zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
+    )
+    return (
+        f"optimizer: {cls.__name__} was tried, and its step of parameters is not its step of flat slices of them{of}: {found.how}; "
+        f"expected an elementwise optimizer, since each rank steps flat slices. {remedy}"
+    )
+
+
+def _sends(cls: type, operation: str) -> str:
+    return (
+        f"optimizer: {cls.__name__} was tried, and its step talks to other ranks by itself ({operation}); expected one that steps as on "
+        "one process, since gradients are averaged before it, and not every rank steps every parameter. Let its step find no process "
+        "group: where its module has `import torch.distributed as dist`, give that module a `dist` that is not initialized."
+    )
 
 
 def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:

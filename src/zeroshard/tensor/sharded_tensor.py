@@ -28,7 +28,7 @@ from .dcp_chunks import chunk_list, shard_at, write_items
 from .differentiable import ReadableSlices, ReadableWhole
 from .memory_access import HasNoMemory
 from .norms import allow_foreach, foreach_norm, whole_norm
-from .op_classes import computes
+from .op_classes import READS, computes
 from .refusals import remedy_of, remedy_of_whole
 from .rows import RangeHome
 
@@ -119,6 +119,8 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
             return handler(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
             return _random_(func, args, kwargs)
+        if func._schema.name.removeprefix("aten::") in READS:
+            return _of_whole(func, args, kwargs)
         if torch.Tag.pointwise in func.tags or _is_local_foreach(func):
             return _elementwise(func, args, kwargs)
         raise _refusal(func, args, kwargs)
@@ -195,6 +197,8 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 result = param._home.lend(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
+            if getattr(func, "__name__", "") in READS:
+                args, kwargs = tree_map_only(ShardedParameter, lambda param: param.full_tensor(), (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -477,6 +481,23 @@ def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
     return func(tensor._home.gather_local(func(tensor._local).view(1)))
 
 
+def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """p.data.max(), torch.equal(p.grad, q.grad): of the whole tensors (collective). Where a graph would grow it is refused."""
+    differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
+    if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
+        raise _refusal(func, args, kwargs)
+    return func(*tree_map_only(ShardedTensor, ShardedTensor.full_tensor, args), **kwargs)
+
+
+def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """p.view(-1): the same slice under another shape."""
+    source = args[0]
+    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape
+    view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
+    _inherit(view, source)
+    return view
+
+
 def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
     result = (foreach_norm if isinstance(args[0], (list, tuple)) else whole_norm)(func, args, kwargs, ShardedTensor)
     if result is NotImplemented:
@@ -524,6 +545,7 @@ def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) ->
 _HANDLERS: dict[Any, Callable] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.view.default: _view,
     aten.clone.default: _copy_of,
     aten._to_copy.default: _copy_of,
     aten.empty_like.default: _copy_of,

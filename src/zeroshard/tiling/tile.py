@@ -26,6 +26,7 @@ from ..optim.sharded_optimizer import ShardedOptimizer
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
+from ..utils.dtypes import follows_precision
 from ..utils.torch_compat import has_hooks
 from ..zero.auto_wrap import collect, partition
 from ..zero.init_context import BirthHome
@@ -172,7 +173,7 @@ def _plan(
 
 
 def _itemsize(param: Tensor, dtype: torch.dtype | None) -> int:
-    keeps = dtype is None or not param.is_floating_point() or param.dtype == torch.float64
+    keeps = dtype is None or not follows_precision(param.dtype)
     return param.element_size() if keeps else dtype.itemsize
 
 

@@ -33,6 +33,7 @@ class ParamSpec:
     given_dtype: torch.dtype  # in which the user gave it
     number: int = -1  # position in the model, the bit in participation masks
     distribution: Distribution | None = None  # over axes of the mesh that are not data-parallel; shape is that of the local shard
+    whole: bool = False  # at rest, on every rank, though others are sharded (Config.param_persistence_threshold)
     counts: bool = True  # this rank's is the one that counts, of those that hold the same along these axes
 
     @property

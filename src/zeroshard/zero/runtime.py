@@ -74,6 +74,7 @@ class Runtime:
         self.saved = SavedParameters(units)
         self.sync = True  # False inside zs.accumulate
         self.closed = False
+        self.end_answering = self.world.answer_for(self)  # to peers who ask what this rank does
         self.progress = Progress(config)
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
