@@ -233,6 +233,7 @@ _CONFIG_KINDS = {
     "stall_timeout_s": _SECONDS,
     **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
     **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
+    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _BOUND),
     **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
     "consecutive_hysteresis": _BOOL,
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
@@ -347,7 +348,8 @@ class Config:
     "zero-infinity" (which needs offload_path).
 
     stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16".
+    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
+                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
                       (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
                       or a function (name, module) -> bool.
@@ -361,7 +363,9 @@ class Config:
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
     dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
                       Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them.
+                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
+                      means no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
+                      keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
     cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
                       (rotary tables need fp32; a table that is added to activations must be cast).
     loss_scale:       fp16: "dynamic" or a fixed number above 0.
@@ -384,6 +388,9 @@ class Config:
     delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
                       beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
                       section 4.3; 40 in the paper).
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2, and need
+                      no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
                       gathered in between; 0: none.
     prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
@@ -434,6 +441,8 @@ class Config:
     offload_param: Offload | str | Mapping | None = None
     offload_path: str | None = None
     delayed_update: int | None = None
+    param_persistence_threshold: float = 0
+    model_persistence_threshold: float = math.inf
     max_live_parameters: int = 0
     prefetch_bucket_size: int | None = None
     shard_size: int | None = None

@@ -12,6 +12,7 @@ import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import lr_scheduler
 
 from .step_record import StepRecord
@@ -72,3 +73,15 @@ def _standing_still(step: Any) -> Any:
 
     wrapper._zeroshard = True  # type: ignore[attr-defined]
     return wrapper
+
+
+def rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return plain(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

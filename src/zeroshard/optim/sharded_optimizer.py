@@ -33,7 +33,7 @@ from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
 from .delayed_update import DelayedStep
 from .inner_optimizer import inner_copy, step_on_device
-from .lr_schedulers import Tally, respect_skipped_steps
+from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
 from .offloaded_step import HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
@@ -498,8 +498,8 @@ class ShardedOptimizer:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
-            f"a {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Use zs.save, or "
-            "zs.full_optimizer_state(model)."
+            f"a sharded {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
+            "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -571,24 +571,17 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
     optimizer.__dict__.pop("state")
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
-    cls = type(optimizer)
-    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls, DropsGradients), {})
+    optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
         core.load_state(given)
     if wrapped is not None:
-        _rewrap_for_schedulers(optimizer)
+        rewrap_for_schedulers(optimizer)
     return optimizer
 
 
-def _rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
-    plain = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return plain(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
-
+def _sharded_class(cls: type) -> type:
+    """The subclass of a class of optimizers whose objects are sharded: one, and by the class's name, which loggers show."""
+    bases = (ShardedOptimizer, cls, DropsGradients)
+    found = next((each for each in cls.__subclasses__() if each.__bases__ == bases), None)
+    return found or type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})

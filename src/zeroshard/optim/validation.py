@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..utils.torch_compat import post_accumulate_hooks
+from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
+from ..zero.user_hooks import ONE_OPTIMIZER, other_optimizers
 from .lion import Lion
 from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
+_IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch.distributed.optim marks parameters that it steps in backward
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
     "LARS": "scales each parameter's update by the norms of the whole",
@@ -103,6 +107,21 @@ def _within(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
+    """Raise ConfigError where hooks on parameters step other optimizers than this one in backward."""
+    hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
+    roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
+    found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
+    stepped = [spec for spec in hooked if id(spec.original) in found]
+    if stepped:
+        classes = sorted({type(found[id(spec.original)]).__name__ for spec in stepped})
+        more = f" and {len(stepped) - 3} more" if len(stepped) > 3 else ""
+        raise ConfigError(
+            f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
+            f"where the gradient is this rank's alone: ranks would part. {ONE_OPTIMIZER}"
+        )
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

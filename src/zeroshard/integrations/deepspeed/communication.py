@@ -86,7 +86,8 @@ def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
     if alone:
         port = free_port() if port == TORCH_DISTRIBUTED_DEFAULT_PORT else port
         for name, value in rank_environment(0, 1, port).items():
-            env.setdefault(name, value)
+            if name != "LOCAL_WORLD_SIZE":  # which DeepSpeed leaves alone
+                env.setdefault(name, value)
         return
     env.setdefault("MASTER_PORT", str(port))
     missing += [name for name in ("MASTER_ADDR",) if name not in env]

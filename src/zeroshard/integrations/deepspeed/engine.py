@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ... import api
 from ...errors import ZeroshardError
 from ...optim.offload_states import offload_states, reload_states
+from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
@@ -101,7 +102,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
-        self.mp_world_size, self.has_moe_layers = 1, False
+        self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
@@ -395,4 +396,4 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
 
 def _half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
+    return tensor.to(casts_to(tensor.dtype, torch.half))

@@ -14,6 +14,7 @@ from torch import nn
 from ...errors import did_you_mean
 from ...optim.lion import Lion
 from ...optim.muon import Muon
+from ...utils.dtypes import is_narrow
 from .config_keys import KEYS, Treatment
 from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
@@ -93,8 +94,9 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """How far ahead units are gathered, and how long they are kept, where the configuration says it."""
-    zero, options = config.zero_config, {}
+    """Which parameters need no gather; how far ahead units are gathered and how long they are kept, where the configuration says it."""
+    zero = config.zero_config
+    options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
         options["prefetch_bucket_size"] = zero.prefetch_bucket_size
     if zero.given & {"max_live_parameters", "max_reuse_distance"}:
@@ -251,7 +253,7 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".removeprefix(".")
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not is_narrow(buffer.dtype):
                 kept = any(re.search(pattern, full) for pattern in patterns)
                 setattr(module, name, buffer.to(torch.float32 if kept else dtype))
 
