@@ -36,6 +36,7 @@ from ...zero.init_context import cut_module, init
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
+from .communication import _contradicting_single_rank_pg_error
 from .ds_config import read_config
 
 logger = logging.getLogger("DeepSpeed")
@@ -148,6 +149,8 @@ class Init:
             init_distributed()
         self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), Config().stall_timeout_s)
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
+        if told := _contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
+            raise RuntimeError(told)
         if module is not None:
             cut_module(module.to(self._birthplace()), self._comm)
 
