@@ -33,6 +33,45 @@ def references(tensor: torch.Tensor) -> int:
     return 0 if owners is None else owners(tensor.untyped_storage()._cdata)
 
 
+def swap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
+    if one._use_count() > 1 or other._use_count() > 1:  # type: ignore[attr-defined]
+        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor: key -> hook; None where there are none
+
+
+def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
+    for table in HOOK_TABLES:
+        hooks = getattr(source, table)
+        if hooks and getattr(target, table) is not hooks:
+            setattr(target, table, hooks)
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks of any kind are registered on a tensor."""
+    return any(getattr(tensor, table) for table in HOOK_TABLES)
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
+    """The hooks of a tensor that run when its gradient is complete: torch's own table, in which they may be exchanged."""
+    return tensor._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+
+
 def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
     """The innermost saved-tensor hooks (pack, unpack) in force on this thread, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -18,8 +18,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
 from ..tensor.distributed import distribution_of
+from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
-from .auto_wrap import casts, module_dtypes
+from .auto_wrap import Policy, casts
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -41,7 +42,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
-                runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
+                runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
     _attach_root(runtime)
     runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(runtime.model):
@@ -192,17 +193,17 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
 
 
 class _CastBuffers:
-    """Floating-point buffers (not fp64) in the dtype in which their module computes; `remove` gives them back their own."""
+    """Floating-point buffers (not fp64, fp8, fp4) in the dtype in which their module computes; `remove` gives them back their own."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         default = None if config.precision == "fp32" else config.compute_dtype
-        dtypes = module_dtypes(model, config)
+        dtypes = Policy.of(model, config).modules
         self._given: list[tuple[dict, str, torch.dtype]] = []
         wanted = []
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 dtype = dtypes.get(id(module), default)
-                if buffer is not None and dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64:
+                if buffer is not None and dtype is not None and follows_precision(buffer.dtype):
                     self._given.append((module._buffers, name, buffer.dtype))
                     wanted.append((module._buffers, name, dtype))
         _cast_entries(wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...errors import NonFiniteError
 from . import stand_ins
 from .cpu_optimizers import FusedAdam
 from .optimizer_views import OptimizerViews
@@ -63,7 +64,15 @@ class EngineOptimizer(OptimizerViews):
         return self.optimizer.defaults
 
     def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
+        scaler, zero = self.loss_scaler, self._config.zero_enabled  # those of stage 0 go on at the smallest scale
+        at_end = zero and self.dynamic_loss_scale and scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
+        loss = self.optimizer.step(closure)
+        if at_end and self.overflow:
+            raise NonFiniteError(
+                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The latest gradients that are not finite: "
+                f"{', '.join(self.optimizer.last_step.nonfinite[:5])}. A model that was trained in bf16 overflows in fp16: use bf16."
+            )
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -97,7 +106,7 @@ class EngineOptimizer(OptimizerViews):
     def overflow(self) -> bool:
         """Whether the last step was skipped, for a gradient that was not finite."""
         record = self.optimizer.last_step
-        return record is not None and not math.isfinite(record.grad_norm)
+        return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
     @property
     def loss_scale(self) -> float:

@@ -17,7 +17,6 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
-from ...config import Config
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
@@ -91,7 +90,7 @@ def _initialize(
     client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
-    comm = backend_select.current(group, talking_device(device), Config().stall_timeout_s)
+    comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
@@ -231,7 +230,6 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
-    basic.param_groups[:] = [entry for entry in basic.param_groups if entry["params"]]
     return basic
 
 
@@ -274,10 +272,11 @@ def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None =
     """Micro-batches of this rank (`engine.deepspeed_io`)."""
     route = options.pop("route", "train")
     options = {"num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None}
+    pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
         dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,
         collate_fn=options.pop("collate_fn", engine.collate_fn), drop_last=engine.dataloader_drop_last(), shuffle=route == "train",
-        **options,
+        pin_memory=pinned, **options,
     )  # fmt: skip
 
 

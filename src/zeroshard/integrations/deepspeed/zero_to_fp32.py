@@ -24,6 +24,7 @@ from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError
 from ...io.tensor_reader import Stored
+from ...utils.dtypes import casts_to
 from .checkpoints import MODEL_FILE, latest_tag
 from .whole_weights import read_whole
 
@@ -37,7 +38,7 @@ class LazyTensor:
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self.shape = torch.Size(stored.shape)
-        self.dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+        self.dtype = casts_to(stored.dtype, torch.float32)
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -91,7 +92,7 @@ def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = F
     made: dict[int, Tensor] = {}
     for value in state_dict.values():
         if id(value) not in made:
-            kept = _dtype_of(dtype) if dtype is not None and value.dtype.is_floating_point else value.dtype
+            kept = casts_to(value.dtype, None if dtype is None else _dtype_of(dtype))
             made[id(value)] = torch.empty(value.shape, dtype=kept) if return_empty_tensor else value.contiguous().to(kept)
     return {name: made[id(value)] for name, value in state_dict.items()}
 
@@ -124,7 +125,7 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
     """Files of torch.save, and their index."""
     folder.mkdir()
     ties, shards, total = opened.tied(), [[]], 0
-    nbytes = {name: opened.model[name].numel * _kept(opened.model[name], dtype).itemsize for name in names if name not in ties}
+    nbytes = {name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties}
     for name in nbytes:
         if shards[-1] and sum(nbytes[each] for each in shards[-1]) + nbytes[name] > most:
             shards.append([])
@@ -140,10 +141,6 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         (folder / f"{_WHOLE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _kept(stored: Stored, dtype: torch.dtype) -> torch.dtype:
-    return dtype if stored.dtype.is_floating_point else stored.dtype
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
