@@ -147,6 +147,8 @@ class Init:
             communication.init_distributed()
         self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s())
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
+        if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
+            raise RuntimeError(told)
         if module is not None:
             cut_module(module.to(self._birthplace()), self._comm)
 
