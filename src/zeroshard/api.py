@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
@@ -31,21 +30,24 @@ from .mesh.axes import Axes, axes_of, model_axes
 from .mesh.topology import Topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
-from .optim.validation import check_elementwise, check_parameters, check_steps_itself
+from .optim.validation import check_elementwise, check_hooks, check_parameters, check_steps_itself
 from .optim.whole_matrix import check_whole
 from .tensor import distributed
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
+from .utils import torch_compat
+from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
-from .zero.shard_model import Builder, carry_hooks, open_tiers, swap
+from .zero.shard_model import Builder, open_tiers
 from .zero.shared_storage import check_sharing
 from .zero.unit import ParamGroup, Phase
+from .zero.user_hooks import give_back
 
 
 def shard(
@@ -116,6 +118,7 @@ def _shard(
         check_steps_itself(optimizer)
         check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
+    check_hooks(optimizer, specs)
     device = _device_of(specs)
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
@@ -309,6 +312,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")
     runtime.topology.release()
+    runtime.end_answering()
     if restore:
         del model.__dict__["_zeroshard"]  # else: its hooks refuse
     runtime.units, runtime.groups = [], []
@@ -343,9 +347,9 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     spec = group.specs[index]
     if spec.distribution is not None:
         owner, attribute = spec.owners[0]
-        whole = distributed.restored(owner._parameters[attribute], spec.distribution)
+        whole = distributed.restored(torch_compat.own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = whole
+            torch_compat.own_parameters(owner)[attribute] = whole
 
 
 def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
@@ -353,11 +357,13 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     value = value.to(spec.given_dtype)
     if not group.values.sharded:
         set_data(param, value)
+        give_back(param)
         if type(param) is ReplicatedParameter:
             param.__class__ = nn.Parameter
         param.__dict__.pop("_home", None)
         return
     compute = group.compute[index]
+    give_back(compute)
     compute.data = value
     compute.requires_grad_(param.requires_grad)  # as the user has it
     compute.__dict__.update(attributes_of(param))
@@ -366,7 +372,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
         carry_hooks(compute, param)
     else:
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = compute
+            torch_compat.own_parameters(owner)[attribute] = compute
 
 
 # -- contexts --------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def export(
         config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
             the checkpoint keeps under extra["hf_config"], if anything.
         prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
-        names: export these alone, as they are named in the checkpoint.
+        names: export these alone, as they are named in the checkpoint, and files of torch.save in this order.
         verify: first read everything and compare checksums.
 
     Raises:
@@ -93,7 +93,7 @@ def export(
     for looks in range(LOOKS, 0, -1):
         opened = open_any(Alone(), path, name, verify=verify, values=False)
         if names is not None:
-            _choose(opened, set(names))
+            _choose(opened, dict.fromkeys(names))
         if prefix:
             _narrow(opened, prefix)
         try:
@@ -181,11 +181,11 @@ def _kept_config(opened: Opened) -> dict[str, Any]:
         ) from None
 
 
-def _choose(opened: Opened, names: set[str]) -> None:
+def _choose(opened: Opened, names: dict[str, None]) -> None:
     """Only those; raises ConfigError where one is not there."""
-    if absent := names - opened.model.keys():
+    if absent := names.keys() - opened.model.keys():
         raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
-    opened.model = {name: stored for name, stored in opened.model.items() if name in names}
+    opened.model = {name: opened.model[name] for name in names}
     opened.module_readers = {name: reader for name, reader in opened.module_readers.items() if name in names}
 
 

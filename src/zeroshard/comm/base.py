@@ -189,6 +189,9 @@ class Pending:
 class Comm(ABC):
     """A group of ranks with asynchronous collectives on flat tensors.
 
+    Threads: one at a time, the rank's own, autograd's in a backward for which that waits, or that of checkpoint/heartbeat.py while the
+    rank's own is with files; `exchange` refuses a second (`ThreadsMet`). Only `progress` may be read by others.
+
     ordered: True where collectives are matched by the order in which ranks start them (NCCL); then the runtime
     starts reductions in one agreed order. device: where tensors live.
     """
@@ -384,6 +387,10 @@ class Comm(ABC):
 
     def fail(self, failure: Failure) -> None:
         """Tell the peers why the group can not go on: this rank's failure, or one of which they may not know yet."""
+
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        """Tell peers who ask what this rank does, for as long as `owner` lives and what is returned has not been called."""
+        return lambda: None
 
     def leave(self) -> None:
         """The process ends: nothing of what peers were sent is lost."""

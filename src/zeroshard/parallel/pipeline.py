@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ..comm.backend_select import is_imagined
@@ -34,7 +33,9 @@ from ..comm.process_group import DistComm
 from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import is_distributed
+from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import stage_backward_weight
 from ..zero.runtime import Runtime, runtime_of
 from .tied import TiedParameters, exchange_objects
 
@@ -199,7 +200,7 @@ class Pipeline:
         self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         if not is_imagined():
-            dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
+            torch_compat.set_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:
@@ -215,6 +216,12 @@ class Pipeline:
         mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
         told = exchange_objects(mine, self.group)
         wrong = next((row[0] for row in told if row[0]), None)
+        steps = exchange_objects(any(runtime.optimizer is not None for runtime in self.runtimes), self.group)
+        if wrong is None and any(steps) and not all(steps):
+            wrong = (
+                f"the stages of rank {steps.index(False)} of the pipeline were sharded without an optimizer, others with one: a step is one of "
+                "all stages. Give zs.shard one of a stage's parameters even where all are frozen: AdamW(stage.parameters())."
+            )
         if wrong is None and any(row != told[0] for row in told):
             wrong = f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
         payload = f"{wrong or ''}|{self.micro_batches}".encode()

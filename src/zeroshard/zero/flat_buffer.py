@@ -28,6 +28,7 @@ from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Pending, Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
+from ..utils import torch_compat
 
 _PATIENCE_S = 0.05  # without overlap: wait this long for a reduction before computing on
 
@@ -59,12 +60,11 @@ class ParameterBuffer:
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers,
-        number: int, label: str,
+        number: int, label: str, sharded: bool,
     ) -> None:  # fmt: skip
-        """number: of this buffer, the same on every rank."""
+        """number: of this buffer, the same on every rank. sharded: its placement, else REPLICATED."""
         self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, ledger, tiers, label
-        self.number, self.dtype = number, dtype
-        self.sharded = config.row.parameter is Placement.SHARDED
+        self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
         self.tier = offload.tier if self.sharded else Tier.DEVICE
@@ -481,7 +481,7 @@ class GradientBuffer:
     @property
     def writes(self) -> int:
         """Another number whenever the user has written to the gradient."""
-        return self.full._version if self.replicated else self._stores
+        return torch_compat.version(self.full) if self.replicated else self._stores
 
     def land(self) -> None:
         """Return when the reduced shard is at rest."""

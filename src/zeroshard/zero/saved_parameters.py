@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ShardedAccessError
+from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.saved_tensors import Outer, Packed, Saved, restore
+from ..utils.torch_compat import is_traceable_wrapper_subclass
 from .unit import ParamGroup, Unit
 
 
@@ -75,7 +76,7 @@ class SavedParameters:
         """The unit's memory is known from now on, in place of what it had before."""
         self._groups = {memory: group for memory, group in self._groups.items() if group.unit is not unit}
         if unit.memories:
-            self._groups |= {memory_of(group.values.full): group for group in unit.groups}
+            self._groups |= {memory_of(group.values.full): group for group in unit.gathered}
 
     def push(self, unit: Unit) -> None:
         """A forward of the unit begins: what it saves of gathered parameters are handles."""
@@ -99,7 +100,7 @@ class SavedParameters:
     def group_of(self, tensor: Tensor) -> ParamGroup | None:
         """Whose gathered memory a tensor has."""
         try:
-            return self._groups.get(tensor.untyped_storage()._cdata)
+            return self._groups.get(torch_compat.storage_id(tensor.untyped_storage()))
         except RuntimeError:  # of a layout, or a transform of torch.func, without memory of its own
             return None
 

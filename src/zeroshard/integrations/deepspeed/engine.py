@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ... import api
 from ...errors import ZeroshardError
 from ...optim.offload_states import offload_states, reload_states
+from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
@@ -102,7 +103,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
-        self.mp_world_size, self.has_moe_layers = 1, False
+        self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
@@ -113,7 +114,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
+            module = torch_compat.early_modules(self).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -144,7 +145,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        return None if torch._C._current_graph_task_id() in _scaled else grad * self._gradient_factor()
+        return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
@@ -167,7 +168,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         tasks: list[int] = []
 
         def mark(grad: Tensor) -> Tensor:
-            tasks.append(torch._C._current_graph_task_id())
+            tasks.append(torch_compat.graph_task())
             _scaled.add(tasks[-1])
             return grad * self._ranks_summed()
 
@@ -287,9 +288,9 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self._check_used()
         self.optimizer.step()
         record = self.basic_optimizer.last_step
-        self._global_grad_norm = record.grad_norm if self.zero_compute_grad_norm() else None
+        self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
         self.optimizer.zero_grad()
-        self._step_applied = math.isfinite(record.grad_norm)
+        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -301,6 +302,11 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
         self._tell()
         self._backwards, self._loss = 0, 0.0
+
+    def _norm_shown(self, record: Any) -> float:
+        """inf where ZeRO's optimizers skip a step."""
+        skipped = record.skipped and not math.isfinite(record.grad_norm)
+        return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
         """Raise, on all ranks, where a trained parameter got no gradient on any of them."""

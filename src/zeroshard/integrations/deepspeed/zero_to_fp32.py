@@ -25,7 +25,7 @@ from ...checkpoint.source import Opened
 from ...errors import CheckpointError
 from ...io.tensor_reader import Stored
 from ...utils.dtypes import casts_to
-from .checkpoints import MODEL_FILE, OPTIMIZER_FILE, latest_tag
+from .checkpoints import MODEL_FILE, latest_tag
 from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -63,13 +63,12 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
 def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
     """The checkpoint, and names of what is wanted of it."""
     opened = open_any(Alone(), folder, verify=verify, values=False)  # type: ignore[arg-type]
-    frozen: set[str] = set()
-    if exclude_frozen:
-        told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
-        if "frozen" not in told:
-            raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
-        frozen = set(told["frozen"])
-    return opened, [name for name in opened.model if name not in frozen]
+    told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
+    if exclude_frozen and "frozen" not in told:
+        raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
+    place = {name: number for number, name in enumerate(told.get("names", ()))}
+    frozen = set(told["frozen"]) if exclude_frozen else set()
+    return opened, [name for name in sorted(opened.model, key=lambda name: place.get(name, len(place))) if name not in frozen]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -81,7 +80,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if not lazy_mode:
-        return read_whole(opened, torch.float32, set(names).__contains__)
+        state = read_whole(opened, torch.float32, set(names).__contains__)
+        return {name: state[name] for name in names if name in state}
     ties = opened.tied()
     lazy = {name: LazyTensor(opened.model[name]) for name in names if name not in ties}
     return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
@@ -189,13 +189,13 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
-    """The files that tell about optimizer states, by rank; of a checkpoint of the engine rank 0's, which tells the stage."""
+    """The files that tell about optimizer states, by rank; those of the engine tell the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
     found = {int(match[1]): str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")
              if (match := re.search(r"zero_pp_rank_(\d+)_mp_rank_00", path.name))}  # fmt: skip
     if not found:
-        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as {OPTIMIZER_FILE}")
+        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return [found[rank] for rank in sorted(found)]
 
 
