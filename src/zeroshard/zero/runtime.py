@@ -81,6 +81,7 @@ class Runtime:
         self.values = ValueWatch(comm, self.groups)
         self._training = False  # inside a forward that was entered with gradients
         self._running: list[FrameType | None] = []  # forwards of the whole model
+        self._outermost: object = None  # of these, which is told from others by its identity
         self.backward: Backward | None = None  # the one that runs, or has failed and is not forgotten yet
         self._given: list[Exchanged | None] = []  # their arguments, where some were cast
         self._viewed: list[Unit] = []  # units whose forward returned views of their memory: gathered until the model's is over
@@ -135,6 +136,8 @@ class Runtime:
             for unit in self.units:
                 unit.check_unchanged()
         given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
+        if not self._running:
+            self._outermost = object()
         self._running.append(running_forward())
         self._given.append(given)
         return (args, kwargs) if given is None else given.value
@@ -155,10 +158,13 @@ class Runtime:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._reached)
-        if self.progress.scaler is None or output is None or self._running:  # within a forward of the same model it stays inside
+        if self.progress.scaler is None or output is None:
             return output
-        output = cast_floating(output, torch.float32)
-        return map_tensors(self._scale_gradient, output)
+        if not self._running:
+            return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
+        outer = self._outermost  # of the same model: a backward that begins inside of it enters here, a later one enters by its output
+        begins = lambda: bool(self._running) and self._outermost is outer  # noqa: E731
+        return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
         """An input of the model as its forward gets it. The gradient that leaves by it is free of the loss scale: it may enter again."""
@@ -167,11 +173,11 @@ class Runtime:
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
         return caster(self.config.compute_dtype)(given)
 
-    def _scale_gradient(self, output: Tensor) -> Tensor:
-        """An output of the model whose gradient will enter it scaled."""
+    def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
+        """An output of the model whose gradient will enter it scaled, where `begins` says so then."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output
-            output.register_hook(self._scale)
+            output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:
