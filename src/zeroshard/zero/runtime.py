@@ -11,6 +11,7 @@ depends on the stage is in the units' placements, never here.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -81,7 +82,6 @@ class Runtime:
         self.values = ValueWatch(comm, self.groups)
         self._training = False  # inside a forward that was entered with gradients
         self._running: list[FrameType | None] = []  # forwards of the whole model
-        self._outermost: object = None  # of these, which is told from others by its identity
         self.backward: Backward | None = None  # the one that runs, or has failed and is not forgotten yet
         self._given: list[Exchanged | None] = []  # their arguments, where some were cast
         self._viewed: list[Unit] = []  # units whose forward returned views of their memory: gathered until the model's is over
@@ -136,8 +136,6 @@ class Runtime:
             for unit in self.units:
                 unit.check_unchanged()
         given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
-        if not self._running:
-            self._outermost = object()
         self._running.append(running_forward())
         self._given.append(given)
         return (args, kwargs) if given is None else given.value
@@ -162,8 +160,9 @@ class Runtime:
             return output
         if not self._running:
             return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
-        outer = self._outermost  # of the same model: a backward that begins inside of it enters here, a later one enters by its output
-        begins = lambda: bool(self._running) and self._outermost is outer  # noqa: E731
+        # inside of another of the same model: a backward that begins before that one has ended enters here, a later one by its output
+        outer = weakref.ref(self._given[0])
+        begins = lambda: bool(self._given) and self._given[0] is outer()  # noqa: E731
         return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
