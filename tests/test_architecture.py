@@ -8,6 +8,7 @@ import ast
 import functools
 from pathlib import Path
 
+import private_names
 import pytest
 
 import zeroshard
@@ -195,3 +196,25 @@ def test_no_file_of_tests_needs_another():
         names = [name for node in nodes for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])]
         for name in names:
             assert not name.startswith("test_"), f"{path} imports {name}: move what both use to tests/support"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name != "utils.torch_compat"])
+def test_private_names_of_torch_are_in_one_file(module):
+    """So that what a release takes away is mended there, and tests/utils/test_torch_compat.py names it."""
+    uses = [f"line {use.line}: {use.name}" for use in private_names.private_uses(MODULES[module])]
+    assert not uses, f"{module}: {'; '.join(uses)}: give it a name in utils/torch_compat.py"
+
+
+def test_private_names_of_torch_are_found_in_any_guise(tmp_path):
+    path = tmp_path / "guises.py"
+    path.write_text(
+        "import torch\nimport torch.distributed as dist\nfrom torch import nn\nfrom torch._subclasses import fake_tensor\n"
+        "class Own(nn.Module):\n    def __init__(self):\n        self._version = 1\n"
+        "    def read(self):\n        return self._version, self._modules\n"
+        "dist.distributed_c10d._world\nf(x).y._version.z\ngetattr(p, '_backward_hooks')\nown._mine\n'torch._dynamo'\n"
+    )
+    found = [(use.line, use.name) for use in private_names.private_uses(path)]
+    assert found == [
+        (4, "torch._subclasses.fake_tensor"), (9, "_modules"), (10, "torch.distributed.distributed_c10d._world"), (11, "_version"),
+        (12, "_backward_hooks"),
+    ]  # fmt: skip

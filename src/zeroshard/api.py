@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
@@ -37,7 +36,8 @@ from .tensor import distributed
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
-from .utils.torch_compat import carry_hooks, swap
+from .utils import torch_compat
+from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
@@ -347,9 +347,9 @@ def _restore(group: ParamGroup, index: int, value: Tensor) -> None:
     spec = group.specs[index]
     if spec.distribution is not None:
         owner, attribute = spec.owners[0]
-        whole = distributed.restored(owner._parameters[attribute], spec.distribution)
+        whole = distributed.restored(torch_compat.own_parameters(owner)[attribute], spec.distribution)
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = whole
+            torch_compat.own_parameters(owner)[attribute] = whole
 
 
 def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
@@ -372,7 +372,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
         carry_hooks(compute, param)
     else:
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = compute
+            torch_compat.own_parameters(owner)[attribute] = compute
 
 
 # -- contexts --------------------------------------------------------------------------------------------------

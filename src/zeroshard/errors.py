@@ -49,6 +49,10 @@ class StatesAway(ZeroshardError):
     """A model is used whose states were moved by `zs.offload_states`."""
 
 
+class ThreadsMet(ZeroshardError):
+    """Two threads were in one object at the same time that only one at a time may use."""
+
+
 class CollectiveMismatch(ZeroshardError):
     """Ranks entered different collective operations."""
 

@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .comm import backend_select
@@ -42,6 +41,8 @@ from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
 from .errors import ConfigError, PeerFailed
 from .utils.torch_compat import give_threads_their_own_parametrizations
+from .utils import torch_compat
+from .utils.torch_compat import FakeTensorMode
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -90,17 +91,13 @@ def imagined_mesh(axes: dict[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
     axes: ranks along each, outermost first. What runs is what would run on that rank; sizes, the ledger and the bytes of all
     collectives are true, numbers there are none. Build the model on the meta device.
     """
-    from torch.distributed.tensor.debug import _clear_fast_path_sharding_prop_cache, _clear_python_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise ConfigError(
             "an imagined mesh makes a process group of its own, and this process is in one: plan axes pp and tp before "
             "torch.distributed.init_process_group(), or in a process of its own (`zeroshard plan`)."
         )
-    _clear_fast_path_sharding_prop_cache()  # they remember meshes by their shape, and with them the groups of another rank
-    _clear_python_sharding_prop_cache()
-    dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=FakeStore())
+    torch_compat.clear_sharding_caches()  # they remember meshes by their shape, and with them the groups of another rank
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(axes.values()), store=torch_compat.FakeStore())
     try:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         with FakeTensorMode(allow_non_fake_inputs=True):

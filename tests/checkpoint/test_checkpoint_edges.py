@@ -137,21 +137,20 @@ def test_together_gives_all_results_and_goes_on_while_ranks_work(impatient):
 def test_together_one_that_fails_ends_the_work_of_others(impatient):
     """The first is told by name on every rank, with its cause where it was raised; what follows from it is not told."""
 
-    def rank_run(rank: int) -> tuple[Exception | None, float]:
-        stop, begin = threading.Event(), time.monotonic()
+    def rank_run(rank: int) -> bool:
+        stop = threading.Event()
 
         def work() -> None:
             if rank == 2:
                 raise ValueError("mine")
-            assert stop.wait(10)
+            assert stop.wait(60)
             raise zs.CheckpointError("stopped")
 
         with pytest.raises(zs.CheckpointError, match="^zs.test: rank 2 failed: ValueError: mine$") as caught:
             together(world_comm(), "zs.test: work", work, stop.set)
-        return isinstance(caught.value.__cause__, ValueError), time.monotonic() - begin
+        return isinstance(caught.value.__cause__, ValueError)
 
-    found = run_threads(3, rank_run)
-    assert [own for own, _ in found] == [False, False, True] and max(seconds for _, seconds in found) < 5
+    assert run_threads(3, rank_run) == [False, False, True]
 
 
 @pytest.mark.parametrize("how", ["leaves", "is elsewhere", "is interrupted"])
@@ -168,10 +167,10 @@ def test_together_a_peer_that_does_not_come_is_found(how, impatient):
                 together(world_comm(), "zs.test: work", interrupted)
             return
         kinds = {"leaves": zs.PeerFailed, "is elsewhere": zs.StallError, "is interrupted": zs.CheckpointError}
-        begin = time.monotonic()
+        stopped: list[bool] = []
         with pytest.raises(kinds[how], match="rank 1 failed|rank 1 left|missing \\[1\\]"):
-            together(world_comm(), "zs.test: work", lambda: stop.wait(10), stop.set)
-        assert stop.is_set() and time.monotonic() - begin < 5
+            together(world_comm(), "zs.test: work", lambda: stopped.append(stop.wait(60)), stop.set)
+        assert stopped == [True]  # the work was ended, and not waited for
 
     def interrupted() -> None:
         raise KeyboardInterrupt

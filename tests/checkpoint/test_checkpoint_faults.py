@@ -142,21 +142,18 @@ def test_b07_a_save_that_fails_fails_on_every_rank_and_changes_nothing(name, asy
     met = threading.Barrier(2)
 
     def rank_run(rank: int) -> None:
-        model, optimizer = build("tied", stall_timeout_s=20.0)
+        model, optimizer = build("tied", stall_timeout_s=3600.0)  # nobody waits until others are missed
         train(model, optimizer, rank, BATCHES[:2])
         zs.save(tmp_path, model, optimizer, name="good")
         before = snapshot(model, optimizer)
         with monkeypatch.context() if rank == 0 else contextlib.nullcontext() as patch:
             number.append(FAULTS[name](patch)) if rank == 0 else None
             met.wait(20)
-            begin = time.monotonic()
             error = raised_by(lambda: zs.save(tmp_path, model, optimizer, name="bad", asynchronous=asynchronous).wait())
-            seconds = time.monotonic() - begin
             met.wait(20)
         saver_of(runtime_of(model)).engine.calls.disarm()
         met.wait(20)
         check_write_error(error, number[0], tmp_path, name)
-        assert seconds < 10
         assert_equal(snapshot(model, optimizer), before, "in memory")
         assert (tmp_path / "latest").read_text() == "good\n" and list(places.complete(tmp_path)) == ["good"]
         train(model, optimizer, rank, BATCHES[2:4])

@@ -271,12 +271,10 @@ def over_a_network(rank: int, root: str) -> None:
         model, optimizer = build(small(1), **options)
         zs.load(f"{root}/network", model, optimizer)
         assert fingerprint(model, optimizer) == saved
-    begin = time.monotonic()
     try:
         zs.save(f"{root}/network", model, optimizer) if rank == 0 else train(model, optimizer, rank, batch_of(0))
     except zs.ZeroshardError as error:
         assert rank or "zs.save() is collective, that is, every rank must call it" in str(error), error
-        assert time.monotonic() - begin < 20
         return
     raise AssertionError("a call by one rank only was not noticed")
 
@@ -284,13 +282,12 @@ def over_a_network(rank: int, root: str) -> None:
 def outlive(rank: int, root: str) -> None:
     """Rank 1 is killed while both write: rank 0 neither publishes nor waits for it, and can end."""
     join_group(root, "outlive", rank)
-    model, optimizer = made()
+    model, optimizer = build(small(0), stall_timeout_s=3600.0)  # it does not wait until it misses rank 1
     if rank == 1:
         Syscalls.pwritev = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
     save = zs.save(f"{root}/outlived", model, optimizer, asynchronous=True)
     save._thread.join()
-    assert time.monotonic() - begin < 5 and "ranks [1] ended before they had written their parts" in str(save._error)
+    assert "ranks [1] ended before they had written their parts" in str(save._error)
     try:
         save.wait()
     except zs.PeerFailed:

@@ -85,11 +85,10 @@ def test_an_extra_that_raises_reaches_every_rank_and_all_else_is_loaded(tmp_path
 
     def rank_run(rank):
         model, optimizer = build("tied", seed=5)
-        first, then, begin = Counter(rank, refuses=(1,)), Counter(rank), time.monotonic()
+        first, then = Counter(rank, refuses=(1,)), Counter(rank)
         torch.manual_seed(9)
         with pytest.raises(zs.CheckpointError) as caught:
             zs.load(tmp_path, model, optimizer, extra={"first": first, "then": then})
-        assert time.monotonic() - begin < 10
         assert_equal(snapshot(model, optimizer), expected)
         assert then.value == 4 and first.value == (0 if rank == 1 else 3)
         train(model, optimizer, rank, BATCHES[1:2])
@@ -156,10 +155,9 @@ def test_whatever_one_rank_meets_reaches_all(module, name, error, tmp_path, monk
 
     def rank_run(rank):
         model, optimizer = build("tied", seed=5)
-        before, begin = snapshot(model, optimizer), time.monotonic()
+        before = snapshot(model, optimizer)
         with pytest.raises(zs.CheckpointError) as caught:
             zs.load(tmp_path, model, optimizer)
-        assert time.monotonic() - begin < 10
         assert_equal(snapshot(model, optimizer), before, "nothing may have changed")
         train(model, optimizer, rank, BATCHES[1:2])
         zs.close(model)

@@ -13,9 +13,10 @@ from helpers import OddGPT, adamw, seeded
 
 import zeroshard as zs
 from zeroshard.cli import environment, main
-from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, findings
+from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, facts_of, findings
 from zeroshard.cli.environment import DeepSpeed, Disk, Environment, Gpu, Host
 from zeroshard.testing import run_threads
+from zeroshard.version import TESTED_TORCH
 
 HOST = Host(8, 8, 64 << 30, {"RAM": 32 << 30}, None, True, 8 << 30, 8 << 30)
 DISK = Disk("current folder", "/work", "ext4", 100 << 30, True, None)
@@ -46,6 +47,7 @@ def test_nothing_goes_wrong_in_a_healthy_environment():
 
 WRONG = {
     "old torch": (but(torch="2.9.1"), PROBLEM, "older than 2.11", "pip install 'torch>=2.11'"),
+    "a torch of tomorrow": (but(torch="2.99.0"), NOTE, "2.14.1 (2026-11-25)", "pip install torch=="),
     "no step": (but(trials={"a step of two ranks": "OSError: x"}), PROBLEM, "OSError: x", "--force-reinstall"),
     "gloo, with GPUs": (but(trials={"gloo": "unresolved"}), WARNING, "unresolved", "GLOO_SOCKET_IFNAME"),
     "gloo alone": (but(trials={"gloo": "unresolved"}, gpus=[], driver=None), PROBLEM, "unresolved", "/etc/hosts"),
@@ -75,6 +77,23 @@ def test_what_would_go_wrong_is_named_with_its_remedy(name):
     here, level, what, remedy = WRONG[name]
     (found,) = findings(here)
     assert found.level == level and what in found.what and remedy in found.remedy
+
+
+def test_the_release_of_torch_is_said_to_be_tested_or_not():
+    told = {release: dict(facts_of(but(torch=release)))["torch"] for release in ("2.13.0+cu130", "2.99.0")}
+    assert told == {
+        "2.13.0+cu130": f"2.13.0+cu130, built for CUDA 13.0; tested on {TESTED_TORCH['2.13.0']}",
+        "2.99.0": "2.99.0, built for CUDA 13.0; not tested",
+    }
+
+
+def test_the_readme_names_the_tested_releases_and_the_requirements_pin_one_of_them():
+    root = Path(__file__).parents[2]
+    releases = [f"{release} ({day})" for release, day in TESTED_TORCH.items()]
+    said = f"Tested with torch {', '.join(releases[:-1])} and {releases[-1]}"
+    assert said in " ".join((root / "README.md").read_text().split())
+    pinned = [line for line in (root / "requirements/torch.txt").read_text().splitlines() if not line.startswith("#")]
+    assert pinned[0].removeprefix("torch==") in TESTED_TORCH
 
 
 def test_without_a_compiler_deepspeed_is_a_warning():

@@ -31,7 +31,7 @@ def _answer(rank, world_size, offset):
 def _raise_on_one(rank, world_size):
     if rank == 1:
         raise ValueError("the batch of rank 1 is empty")
-    time.sleep(60)
+    time.sleep(3600)  # longer than any test may take
 
 
 def _die_on_one(rank, world_size):
@@ -41,7 +41,7 @@ def _die_on_one(rank, world_size):
 
 
 def _hang(rank, world_size):
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def _running(pid: int) -> bool:
@@ -52,10 +52,9 @@ def _running(pid: int) -> bool:
 
 
 def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 5
-    while any(map(_running, pids)) and time.monotonic() < deadline:
+    """However long that takes: the test's limit ends it."""
+    while any(map(_running, pids)):
         time.sleep(0.05)
-    assert not any(map(_running, pids))
 
 
 def test_values_come_back_in_rank_order_with_the_environment_of_torchrun():
@@ -68,10 +67,8 @@ def test_values_come_back_in_rank_order_with_the_environment_of_torchrun():
 
 
 def test_an_error_ends_the_others_and_brings_its_traceback():
-    started = time.monotonic()
     with pytest.raises(ProcessesFailed, match="rank 1 failed first") as caught:
         run_processes(_raise_on_one, 2, grace_s=0.2)
-    assert time.monotonic() - started < 20
     assert "ValueError: the batch of rank 1 is empty" in str(caught.value)
     assert "rank 0: killed by SIGKILL, rank 1: exit code 1" in str(caught.value)
     assert [result.ok for result in caught.value.results] == [False, False]
@@ -86,9 +83,7 @@ def test_a_killed_rank_is_reported_as_such():
 
 
 def test_a_hanging_rank_ends_at_the_limit():
-    started = time.monotonic()
     (result,) = run_processes(_hang, 1, timeout_s=3, check=False)
-    assert time.monotonic() - started < 20
     assert (result.value, result.error, result.exitcode) == (None, None, -signal.SIGKILL)
 
 
@@ -106,10 +101,8 @@ def test_spawn_runs_the_command_on_each_rank(capfd):
 
 
 def test_spawn_returns_the_exit_code_and_names_the_failing_rank(monkeypatch, capfd, tmp_path):
-    _stand_in(monkeypatch, tmp_path, "time.sleep(60) if os.environ['RANK'] == '0' else sys.exit(3)")
-    started = time.monotonic()
+    _stand_in(monkeypatch, tmp_path, "time.sleep(3600) if os.environ['RANK'] == '0' else sys.exit(3)")
     assert spawn(["train"], 2, grace_s=0.2) == 3
-    assert time.monotonic() - started < 6
     assert "rank 1 failed: exit code 3; the other ranks were stopped" in capfd.readouterr().err
 
 
@@ -120,12 +113,10 @@ def test_spawn_reports_a_killed_rank(monkeypatch, capfd, tmp_path):
 
 
 def test_spawn_ends_at_the_limit_with_what_the_ranks_started(monkeypatch, capfd, tmp_path):
-    child = "import subprocess; child = subprocess.Popen(['sleep', '60'])"
+    child = "import subprocess; child = subprocess.Popen(['sleep', '3600'])"
     note = f"open('{tmp_path}/' + os.environ['RANK'], 'w').write(str(child.pid))"
-    _stand_in(monkeypatch, tmp_path, f"{child}\n{note}\ntime.sleep(60)")
-    started = time.monotonic()
+    _stand_in(monkeypatch, tmp_path, f"{child}\n{note}\ntime.sleep(3600)")
     assert spawn(["train"], 2, timeout_s=3) == 124
-    assert time.monotonic() - started < 12
     assert "time limit" in capfd.readouterr().err
     _wait_until_gone([int((tmp_path / name).read_text()) for name in "01"])
 

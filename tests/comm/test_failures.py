@@ -28,7 +28,7 @@ from zeroshard.launch import free_port, rank_environment, run_processes
 from zeroshard.testing import run_threads
 
 COMMS = ("shared", "dist")
-STALL_S = 3.0
+STALL_S, NEVER_S = 3.0, 3600.0  # longer than any test may take: what ends sooner was told, and not missed
 TRACEBACK = "Traceback (most recent call last)"
 
 
@@ -77,7 +77,7 @@ def train(rank: int, comm: str, culprit: int, what, stage: int = 3, steps: int =
     torch.manual_seed(0)
     model = Net()
     model, optimizer = zs.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, comm=comm, stall_timeout_s=STALL_S
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, comm=comm, stall_timeout_s=NEVER_S if what in (lose_the_image, die) else STALL_S
     )  # fmt: skip
     for step in range(steps):
         if rank == culprit and step == 2:
@@ -94,11 +94,10 @@ def outcome(rank: int, ranks: int, comm: str, culprit: int, what, stage: int = 3
     """(class, rank, text) of what this library raised here; other exceptions end the rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    begin = time.monotonic()
     try:
         train(rank, comm, culprit, what, stage)
     except zs.ZeroshardError as error:
-        return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - begin
+        return type(error).__name__, getattr(error, "rank", None), str(error)
 
 
 def run(ranks: int, *args, timeout_s: float = 60.0):
@@ -112,10 +111,9 @@ def test_b04_an_exception_on_rank_2_of_4_is_told_once_and_as_its_own(comm):
     results = run(4, comm, 2, lose_the_image)
     assert results[2].value is None and "KeyError: 'no such image'" in results[2].error
     for rank in (0, 1, 3):
-        kind, culprit, text, seconds = results[rank].value
+        kind, culprit, text = results[rank].value
         assert (kind, culprit) == ("PeerFailed", 2), text
         assert "KeyError: 'no such image'" in text and text.count(TRACEBACK) == 1, text
-        assert seconds < 10
 
 
 @pytest.mark.processes
@@ -124,9 +122,9 @@ def test_b05_a_rank_that_is_killed_is_named_by_all_with_the_signal(comm):
     results = run(3, comm, 1, die)
     assert results[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
-        kind, culprit, text, seconds = results[rank].value
+        kind, culprit, text = results[rank].value
         assert (kind, culprit) == ("PeerFailed", 1), text
-        assert "killed" in text and TRACEBACK not in text and seconds < 10
+        assert "killed" in text and TRACEBACK not in text
 
 
 @pytest.mark.processes
@@ -135,7 +133,7 @@ def test_b05_a_rank_that_is_killed_is_named_by_all_with_the_signal(comm):
 def test_a_rank_that_sleeps_in_its_forward_is_found_with_its_stack(comm, stage):
     results = run(3, comm, 1, dawdle_in_the_tokenizer, stage, timeout_s=90.0)
     for result in results:  # the one that slept is told as well
-        kind, _, text, _ = result.value
+        kind, _, text = result.value
         assert kind == "StallError", text
         head, stack = text.split("The Python stack of rank 1", 1)
         assert "rank 1 computes or sleeps in `blocks.1`, in dawdle_in_the_tokenizer (test_failures.py:" in head
@@ -155,7 +153,7 @@ def test_b01_a_rank_that_uses_other_blocks_is_named_over_gloo_and_served_in_shar
         assert all(result.ok and result.value is None for result in results), results
         return
     for result in results:  # the rank took what comes later for skipped
-        kind, _, text, _ = result.value
+        kind, _, text = result.value
         assert kind == "StallError", text
         assert "ranks 0, 2 wait at `blocks." in text and "rank 1 waits at" in text, text
         assert "step 3" in text and "Last collectives: " in text, text

@@ -133,15 +133,13 @@ def test_another_user_before_the_late_peer_is_shown_out(tmp_path):
 @pytest.mark.parametrize("data", ["payload", "nothing", "half", "noise", "much"])
 def test_this_user_without_the_secret_is_shown_out(data, tmp_path, monkeypatch):
     """What is wrong, too short, or never comes: the peer is served all the while."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 3600.0)  # so the peer is not served when their time is up, but while they are in
     mine, socks = [Door(), Door()], []
     sent = {
         "payload": payload(1, tmp_path / "made"), "nothing": b"", "half": struct.pack("<I", 1) + b"n" * 10,
         "noise": os.urandom(100), "much": struct.pack("<I", 1) + b"n" * 100_000,
     }[data]  # fmt: skip
-    begin = time.monotonic()
     ends = world(mine, before_last=lambda: socks.extend(connected(mine[0].address, sent[:50_000]) for _ in range(100)))
-    assert time.monotonic() - begin < 5
     speak(ends)
     assert all(is_closed(sock) for sock in socks) and not list(tmp_path.iterdir())
 

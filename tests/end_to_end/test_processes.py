@@ -92,7 +92,8 @@ def fault(comm: str, kind: str):
         pids = [None] * world
         dist.all_gather_object(pids, os.getpid())
         model = seeded(Stack)
-        stall_s = 2.5 if kind in ("extra", "leave") else 5.0  # shorter where it is waited for
+        told = comm == "shared" and kind not in ("extra", "leave")  # else it is missed after a while
+        stall_s = 3600.0 if told else 2.5 if kind in ("extra", "leave") else 5.0
         model, optimizer = zs.shard(model, adamw(model.parameters()), comm=comm, stage=3, stall_timeout_s=stall_s)
         for step in range(10**6):
             if rank == 1 and step == 2:
@@ -120,7 +121,9 @@ def forks(rank: int, world: int):
     """Rank 1 forks a child that acts as a rank and fails, then one that outlives it."""
     dist.init_process_group("gloo")
     model = seeded(Stack)
-    model, optimizer = zs.shard(model, adamw(model.parameters()), comm="shared", stage=3, map_shared=False, stall_timeout_s=20.0)
+    model, optimizer = zs.shard(model, adamw(model.parameters()), comm="shared", stage=3, map_shared=False, stall_timeout_s=3600.0)
+    pids: list = [None] * world
+    dist.all_gather_object(pids, os.getpid())
     for step in range(10**6):
         if rank == 1 and step == 1:
             reader, writer = os.pipe()
@@ -141,16 +144,15 @@ def forks(rank: int, world: int):
             time.sleep(0.3)  # for what the child may have told the peers
         if rank == 1 and step == 3:
             if os.fork() == 0:
-                time.sleep(4)
+                _wait_until_gone(pids[0])  # which notices that rank 1 is gone while this child is there, or hangs
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
         try:
             square(model, (torch.ones(2, 7),)).backward()
             optimizer.step()
             optimizer.zero_grad()
         except zs.PeerFailed as error:
-            return step, str(error), time.monotonic() - begin
+            return step, str(error)
 
 
 def _wait_until_gone(pid: int) -> None:
@@ -236,8 +238,8 @@ def test_processes_equal_the_reference_at_every_stage(pair, triple, world, comm)
 def test_children_that_are_forked_neither_speak_for_their_rank_nor_keep_it_looking_alive(pair):
     noticed, died = (rank["forks"] for rank in pair)
     assert noticed.value and died.exitcode == -signal.SIGKILL, (noticed, died)
-    step, text, seconds = noticed.value
-    assert step == 3 and "killed" in text and seconds < 3, noticed
+    step, text = noticed.value
+    assert step == 3 and "killed" in text, noticed
 
 
 def test_b16_born_sharded_in_processes_equals_one_process(pair):
@@ -255,7 +257,7 @@ def test_b16_born_sharded_in_processes_equals_one_process(pair):
 @pytest.mark.parametrize("comm", COMMS)
 def test_b04_an_exception_on_one_rank_reaches_the_others_with_its_traceback(triple, comm):
     outcomes = [rank[f"raise {comm}"] for rank in triple]
-    assert all(o.exitcode == 1 and o.seconds < 25 for o in outcomes), outcomes
+    assert all(o.exitcode == 1 for o in outcomes), outcomes
     assert "ValueError: the batch of rank 1 is empty" in outcomes[1].text
     for rank in (0, 2):
         assert "PeerFailed: rank 1 failed" in outcomes[rank].text
@@ -264,10 +266,10 @@ def test_b04_an_exception_on_one_rank_reaches_the_others_with_its_traceback(trip
 
 @pytest.mark.parametrize("comm", COMMS)
 @pytest.mark.parametrize("kind", ["kill", "exit", "exit well"])
-def test_b05_a_lost_rank_ends_the_others_within_seconds(pair, comm, kind):
+def test_b05_a_lost_rank_ends_the_others(pair, comm, kind):
     survivor, lost = (rank[f"{kind} {comm}"] for rank in pair)
     assert lost.exitcode == {"kill": -signal.SIGKILL, "exit": 3, "exit well": 0}[kind]
-    assert survivor.exitcode == 1 and survivor.seconds < lost.seconds + 8, survivor
+    assert survivor.exitcode == 1, survivor  # by itself: one that hangs is killed
     assert "PeerFailed" in survivor.text, survivor.text
     if comm == "shared":
         assert "rank 1 failed" in survivor.text
@@ -276,7 +278,7 @@ def test_b05_a_lost_rank_ends_the_others_within_seconds(pair, comm, kind):
 @pytest.mark.parametrize("comm", COMMS)
 def test_b01_an_extra_collective_on_one_rank_names_the_ranks(pair, comm):
     outcomes = [rank[f"extra {comm}"] for rank in pair]
-    assert all(o.exitcode == 1 and o.seconds < 30 for o in outcomes), outcomes
+    assert all(o.exitcode == 1 for o in outcomes), outcomes
     text = outcomes[0].text + outcomes[1].text
     assert "CollectiveMismatch" in text or "StallError" in text
     assert "rank 0" in text and "rank 1" in text
@@ -284,7 +286,7 @@ def test_b01_an_extra_collective_on_one_rank_names_the_ranks(pair, comm):
 
 def test_b02_a_rank_that_leaves_the_loop_is_named(pair):
     waiting = pair[0]["leave shared"]
-    assert waiting.exitcode == 1 and waiting.seconds < 20
+    assert waiting.exitcode == 1
     assert "StallError" in waiting.text and "rank 1 computes or sleeps" in waiting.text
 
 

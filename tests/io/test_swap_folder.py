@@ -386,7 +386,6 @@ def test_b22_folders_of_live_processes_stay_those_of_killed_ones_go(tmp_path, ca
 
 @pytest.mark.parametrize("nbytes", [1000, 10 << 20, 64 << 20])
 def test_a_short_probe_of_the_disk(tmp_path, nbytes):
-    begin = time.perf_counter()
     read, write = measure(tmp_path, nbytes)
-    assert read > 0 and write > 0 and time.perf_counter() - begin < 10
+    assert read > 0 and write > 0
     assert list(tmp_path.iterdir()) == []

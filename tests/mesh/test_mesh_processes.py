@@ -16,6 +16,7 @@ from zeroshard.launch import run_processes
 from zeroshard.zero.runtime import runtime_of
 
 WORLD, SIZE, STALL_S = 4, 2, 6.0
+NEVER_S = 3600.0  # longer than any test may take: what ends sooner was told, and not missed
 MODEL = seeded(OddGPT)
 CELLS = {
     "mesh": {"stage": 3},
@@ -66,7 +67,7 @@ def _failing(rank, ranks, what):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = copy.deepcopy(MODEL)
-    options = {"stage": 3, "comm": "dist", "zero_hpz_partition_size": SIZE, "stall_timeout_s": STALL_S}
+    options = {"stage": 3, "comm": "dist", "zero_hpz_partition_size": SIZE, "stall_timeout_s": STALL_S if what == "sleep" else NEVER_S}
     model, optimizer = zs.shard(model, adamw(model.parameters()), **options)
     runtime = runtime_of(model)
     batch = token_batches(1, 1, WORLD)[0][0][rank]
@@ -81,15 +82,14 @@ def _failing(rank, ranks, what):
     loss = model(*batch)
     if rank == 2:
         next(iter(model.blocks[1].parameters())).register_hook(act)
-    begin = time.monotonic()
     try:
         loss.backward()
         optimizer.step()
-        return "went on", 0.0
+        return "went on"
     except Exception as error:
         if what == "fail" and isinstance(error, ValueError):
             raise
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
+        return f"{type(error).__name__}: {error}"
     finally:
         assert runtime is not None
 
@@ -98,9 +98,9 @@ def _failing(rank, ranks, what):
 def test_a_rank_that_fails_in_the_middle_of_a_hop_is_told_on_all():
     results = run_processes(_failing, WORLD, "fail", timeout_s=60, check=False)
     for rank, result in enumerate(results):
-        text = result.error if rank == 2 else result.value[0]
+        text = result.error if rank == 2 else result.value
         assert "the loss of rank 2 is out of sorts" in str(text), (rank, text)
-        assert rank == 2 or ("PeerFailed" in text and "rank 2" in text and result.value[1] < STALL_S + 2), text
+        assert rank == 2 or ("PeerFailed" in text and "rank 2" in text), text
 
 
 @pytest.mark.slow  # 20 s, most of it waiting; stalls between nodes: test_two_nodes
@@ -109,5 +109,5 @@ def test_a_stall_in_the_middle_of_a_hop_is_explained():
     results = run_processes(_failing, WORLD, "sleep", timeout_s=90, check=False)
     for rank, result in enumerate(results):
         assert result.value is not None, result
-        text = result.value[0]
+        text = result.value
         assert text.startswith("StallError") and "rank 2" in text and "in act (test_mesh_processes.py:" in text, (rank, text)

@@ -3,14 +3,17 @@
 What ranks do through it is in test_two_nodes.
 """
 
+import asyncio
 import pickle
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from zeroshard.bench import proxied_nodes
 from zeroshard.bench.nodes import NodesUnavailable, burst_nbytes
 from zeroshard.bench.proxied_nodes import ProxiedNodes, marked
 
@@ -57,12 +60,37 @@ def test_each_way_has_the_bandwidth_and_its_own_counter(joined):
     nodes, caller, called = joined
     least = (NBYTES - burst_nbytes(RATE)) * 8 / RATE
     took = [both_ways(caller, called) for _ in range(2)]
-    assert least < min(took) < 1.9 * least, (took, least)  # one way after the other would take twice as long
+    assert least < min(took), (took, least)  # never sooner; how much later is the machine's
     caller.sendall(b"abc")
     receive(called, 3)
     assert (sent_by(nodes, 0), sent_by(nodes, 1)) == (2 * NBYTES, 2 * NBYTES + 3)
     pickle.loads(pickle.dumps(nodes)).shape(100 * RATE)  # by a rank
-    assert min(both_ways(caller, called) for _ in range(2)) < least / 2
+    assert [way._nbytes_per_s for way in nodes._proxy._ways] == [100 * RATE / 8] * 2
+    both_ways(caller, called)
+    assert (sent_by(nodes, 0), sent_by(nodes, 1)) == (3 * NBYTES, 3 * NBYTES + 3)
+
+
+def test_a_way_waits_for_its_own_bytes_alone_and_no_longer_than_they_take(monkeypatch):
+    """By a clock that stands still except where the proxy sleeps."""
+    now, slept = [100.0], []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(proxied_nodes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(proxied_nodes, "asyncio", SimpleNamespace(sleep=sleep))
+    there, back = proxied_nodes._Way(RATE), proxied_nodes._Way(RATE)
+    chunk, burst = 10_000, burst_nbytes(RATE)
+    for _ in range(NBYTES // chunk):
+        asyncio.run(there.let_through(chunk))
+    assert sum(slept) == pytest.approx((NBYTES - burst) * 8 / RATE)
+    slept.clear()
+    asyncio.run(back.let_through(burst))  # the other way is as free as before
+    assert slept == [] and (there.nbytes, back.nbytes) == (NBYTES, burst)
+    there.shape(100 * RATE)
+    asyncio.run(there.let_through(NBYTES))
+    assert sum(slept) == pytest.approx(NBYTES * 8 / (100 * RATE))
 
 
 def test_what_was_sent_arrives_before_the_end_of_the_connection(joined):

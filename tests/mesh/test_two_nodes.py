@@ -21,7 +21,7 @@ from zeroshard.launch import run_processes
 from zeroshard.memory import pool
 
 RANKS_HERE = 2
-STALL_S = 3.0
+STALL_S, NEVER_S = 3.0, 3600.0  # longer than any test may take: what ends sooner was told, and not missed
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 WIDTH, LAYERS = 512, 4
 M = 4 * LAYERS * (WIDTH + 1) * WIDTH  # bytes of all parameters
@@ -243,17 +243,17 @@ def dawdle_in_the_tokenizer():
 
 
 def fail(rank: int, ranks: int, nodes: Nodes | ProxiedNodes, culprit: int, what, options: dict):
-    """(class, rank, text, seconds) of what this library raised here; other exceptions end the rank."""
+    """(class, rank, text) of what this library raised here; other exceptions end the rank."""
     start(nodes, rank)
-    model, optimizer = sharded(Net(), **options | {"stall_timeout_s": STALL_S})
+    stall_s = STALL_S if what is dawdle_in_the_tokenizer else NEVER_S
+    model, optimizer = sharded(Net(), **options | {"stall_timeout_s": stall_s})
     train(model, optimizer, rank, 2)
     if rank == culprit:
         model.before = {2: what}  # the first hop of the gather of layer 2, of which it is a part, is under way
-    begin = time.monotonic()
     try:
         train(model, optimizer, rank, 2)
     except zs.ZeroshardError as error:
-        return type(error).__name__, getattr(error, "rank", None), str(error), time.monotonic() - begin
+        return type(error).__name__, getattr(error, "rank", None), str(error)
 
 
 HOPS = {"two hops": {}, "groups": {"shard_size": 2}, "packed": {"zero_hpz_partition_size": 2, **PACKED}}
@@ -266,10 +266,9 @@ def test_an_exception_on_another_node_is_told_once_as_that_of_its_rank(nodes, wa
     assert "KeyError: 'no such image'" in results[3].error
     for rank in range(3):
         assert results[rank].value is not None, (rank, results[rank].error)
-        kind, culprit, text, seconds = results[rank].value
+        kind, culprit, text = results[rank].value
         assert (kind, culprit) == ("PeerFailed", 3), text
         assert "KeyError: 'no such image'" in text and text.count("Traceback (") == 1, text
-        assert seconds < 10
 
 
 @pytest.mark.processes
@@ -278,9 +277,8 @@ def test_a_rank_that_is_killed_is_named_on_both_nodes(nodes, way):
     results = run_processes(fail, 4, nodes, 2, die, HOPS[way], grace_s=20.0, check=False)
     for rank in (0, 1, 3):
         assert results[rank].value is not None, (rank, results[rank].error)
-        kind, culprit, text, seconds = results[rank].value
+        kind, culprit, text = results[rank].value
         assert (kind, culprit) == ("PeerFailed", 2) and "killed" in text, text
-        assert seconds < 15
 
 
 @pytest.mark.processes
@@ -289,7 +287,7 @@ def test_a_rank_that_stands_still_is_found_from_both_nodes(nodes, way):
     results = run_processes(fail, 4, nodes, 1, dawdle_in_the_tokenizer, HOPS[way], grace_s=30.0, check=False)
     for result in results:
         assert result.value is not None, (result.rank, result.error)
-        kind, _, text, _ = result.value
+        kind, _, text = result.value
         assert kind == "StallError" and "rank 1 computes or sleeps in" in text and "dawdle_in_the_tokenizer" in text, text
 
 

@@ -2,7 +2,7 @@
 
 At run time a request fails on one rank: every rank raises the same OffloadIOError, which names file, offset and errno,
 whatever it is doing; and from then on the model refuses, so that no half-written state is used. Nothing hangs: each test
-has seconds.
+has a limit.
 """
 
 import contextlib
@@ -41,7 +41,6 @@ from zeroshard.zero.runtime import runtime_of
 pytestmark = pytest.mark.limit(30)
 MODEL = seeded(lambda: OddGPT(dim=24, layers=4))
 DATA = token_batches(4, 1, 2)
-SECONDS = 15.0  # by then every rank has raised
 
 
 @pytest.fixture
@@ -110,21 +109,19 @@ def test_every_rank_raises_the_same_error_and_goes_no_further(name, world_size, 
         model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, **options)
         calls = calls_of(runtime_of(model))
         arm = (lambda: calls.arm(kind, number)) if rank == world_size - 1 else lambda: None
-        started = time.monotonic()
         error = run_until_it_fails(rank, model, optimizer, phase, arm)
         later = later_uses(rank, model, optimizer)
         calls.disarm()  # the disk is well again: what was written is not, and stays refused
         later += later_uses(rank, model, optimizer)
-        return error, later, calls.failed, time.monotonic() - started
+        return error, later, calls.failed
 
     results = run_threads(world_size, rank_run, timeout_s=20)
     error, *_ = results[-1]
-    for got, later, failed, seconds in results:
+    for got, later, failed in results:
         assert isinstance(got, zs.OffloadIOError), repr(got)
         assert (got.file, got.offset, got.errno) == (error.file, error.offset, number)
         assert Path(got.file).parent.parent == tmp_path and errno.errorcode[number] in str(got) and str(got.offset) in str(got)
         assert all(isinstance(other, zs.OffloadIOError) for other in later), later
-        assert seconds < SECONDS
     assert (error.file, error.offset) in results[-1][2]
     assert not list(tmp_path.iterdir()), "zs.close can not give values back, but it removes the files"
 
@@ -475,7 +472,7 @@ def fault_in_a_process(kind: str, path: str):
         async_file.Syscalls = Faulty
         model = seeded(lambda: OddGPT(dim=24, layers=4))
         options = tiers(path, "none", "nvme", "nvme", **TINY)
-        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, stall_timeout_s=10.0, **options)
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, stall_timeout_s=3600.0, **options)  # told, not missed
         act = errno.EIO if kind == "error" else lambda call: os.kill(os.getpid(), signal.SIGKILL)
         arm = (lambda: calls_of(runtime_of(model)).arm("write", act, after=2)) if rank == 1 else lambda: None
         error = run_until_it_fails(rank, model, optimizer, "step", arm)
@@ -509,7 +506,7 @@ def test_processes_are_equal_fail_together_and_when_killed_leave_nothing(tmp_pat
     assert errors[0] == errors[1] and errors[0][1] == errno.EIO
     survivor, killed = (rank["killed"] for rank in pair)
     assert killed.exitcode == -signal.SIGKILL
-    assert survivor.exitcode == 1 and "PeerFailed: rank 1 failed" in survivor.text and survivor.seconds < killed.seconds + 8
+    assert survivor.exitcode == 1 and "PeerFailed: rank 1 failed" in survivor.text
     left = list(tmp_path.iterdir())  # the survivor of a fork ends without cleaning up as well
     assert len(left) == 2 and all(any(file.name.startswith("states") for file in folder.iterdir()) for folder in left)
     model = copy.deepcopy(MODEL)

@@ -26,10 +26,9 @@ LIMIT_S = 40.0  # for one scenario
 class Outcome(NamedTuple):
     """How one rank of a scenario ended."""
 
-    exitcode: int  # negative: a signal; LIMIT: it hung
+    exitcode: int  # negative: a signal, SIGKILL where it hung
     value: Any
     text: str  # the traceback, or ""
-    seconds: float
 
 
 def run_forked(
@@ -71,7 +70,7 @@ class _Child:
         if pid:
             os.close(self.reader)
             value, text = pickle.loads(self.data) if self.data else (None, "")
-            self.outcome = Outcome(os.waitstatus_to_exitcode(code), value, text, time.monotonic() - self.started)
+            self.outcome = Outcome(os.waitstatus_to_exitcode(code), value, text)
         elif time.monotonic() - self.started > LIMIT_S:
             os.kill(self.pid, signal.SIGKILL)
         return self.outcome is not None

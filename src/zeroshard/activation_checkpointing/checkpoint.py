@@ -34,6 +34,7 @@ from ..comm.streams import Streams, streams_for
 from ..config import Offload, Tier, Units
 from ..errors import ConfigError, ZeroshardError
 from ..memory.ledger import Ledger
+from ..utils import torch_compat
 from ..utils.saved_tensors import Outer
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import original
@@ -241,7 +242,7 @@ class CheckpointedForward(_Forward):
 
     looked = False  # through the inputs for what can not be stored
 
-    @torch._disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
+    @torch_compat.disable_dynamo  # a block that is compiled afterwards runs uncompiled inside: torch.compile cannot see the store
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()):
             return self.inner(*args, **kwargs)
@@ -280,7 +281,7 @@ class CheckpointedForward(_Forward):
 class ForwardOfCheckpoints(_Forward):
     """The forward of a model that calls torch.utils.checkpoint by itself."""
 
-    @torch._disable_dynamo
+    @torch_compat.disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.active and torch.is_grad_enabled()) or _outer_checkpoint() or _in_backward():
             return self.inner(*args, **kwargs)
@@ -306,13 +307,13 @@ class _Begin:
 
 
 def _attach_block(attached: Attached, name: str, block: nn.Module) -> None:
-    compiled = block._compiled_call_impl  # None for a wrapper of torch.compile: its `forward` is what is compiled
+    compiled = torch_compat.compiled_call(block)  # None for a wrapper of torch.compile: its `forward` is what is compiled
     if compiled is None:
         _replace_forward(attached, block, CheckpointedForward(attached.store, name, block.forward))
         return
     # compiled in place: the checkpoint goes around the compiled call, and around what zs.shard has put there
     forward = CheckpointedForward(attached.store, name, compiled)
-    block._compiled_call_impl = forward
+    torch_compat.set_compiled_call(block, forward)
     attached.compiled.append((block, compiled, forward))
 
 
@@ -337,8 +338,8 @@ def _detach(model: nn.Module) -> nn.Module:
                 module.__dict__["forward"] = before
     for module, compiled, forward in attached.compiled:
         forward.active = False
-        if module._compiled_call_impl is forward:
-            module._compiled_call_impl = compiled
+        if torch_compat.compiled_call(module) is forward:
+            torch_compat.set_compiled_call(module, compiled)
     attached.handle.remove()
     attached.store.close()
     del model.__dict__[_ATTACHED]
@@ -400,4 +401,4 @@ def _outer_checkpoint() -> bool:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch_compat.graph_task() != -1

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..comm.base import Comm
 from ..errors import OffloadIOError, SwapError, ZeroshardError
 from ..memory.ledger import Ledger
-from ..utils import saved_tensors
+from ..utils import saved_tensors, torch_compat
 from ..utils.saved_tensors import Outer, Saved
+from ..utils.torch_compat import FakeTensor
 from ..zero import saved_parameters
 from ..zero.parameter import ParamHome
 from .partition import Slices
@@ -73,6 +73,9 @@ class Packed:
 
 class Store:
     """All packed tensors of one model on this rank.
+
+    Threads: any, each waiting its turn (`_one_at_a_time`): forwards run in the rank's own, backwards on a GPU in autograd's. Tensors
+    die in whichever lets them go, which only notes it in `_freed`.
 
     Args:
         model: whose parameters are never packed.
@@ -152,7 +155,8 @@ class Store:
         with torch.no_grad(), self._told():
             kept = self.place.put(self.slices.cut(flat), self.slices.shard_numel(flat.numel()))
         self._number += 1
-        packed = Packed(tensor, flat.untyped_storage()._cdata == tensor.untyped_storage()._cdata, kept, self._number, name, self._forward)
+        dense = torch_compat.storage_id(flat.untyped_storage()) == torch_compat.storage_id(tensor.untyped_storage())
+        packed = Packed(tensor, dense, kept, self._number, name, self._forward)
         self._live[packed.number] = kept
         self._known[key] = weakref.ref(packed)
         weakref.finalize(packed, self._freed.append, (packed.number, key, kept, tensor.nbytes)).atexit = False
@@ -164,7 +168,7 @@ class Store:
         known = (Tensor, FakeTensor) if self.place.imagines else (Tensor,)
         if type(tensor) not in known or not tensor.requires_grad or tensor.layout is not torch.strided:
             return False
-        if tensor.numel() < max(self.min_numel, 1) or tensor.untyped_storage()._cdata in self._parameters:
+        if tensor.numel() < max(self.min_numel, 1) or torch_compat.storage_id(tensor.untyped_storage()) in self._parameters:
             return False
         if tensor.device.type != self.place.device.type:
             self.say(
@@ -189,7 +193,7 @@ class Store:
             if not message.partition(": ")[2].startswith("0 ->") and self.speaks:  # the first size is no news
                 print(f"zeroshard: {message}", file=sys.stderr)
         storages = [_memory(param) for param in self.model.parameters()]
-        self._parameters = {s._cdata: StorageWeakRef(s) for s in storages if s is not None}
+        self._parameters = {torch_compat.storage_id(s): StorageWeakRef(s) for s in storages if s is not None}
 
     # -- unpack ----------------------------------------------------------------------------------------------
 
@@ -312,8 +316,8 @@ def _is_input_of_checkpoint() -> bool:
 
 def _identity(tensor: Tensor, forward: int) -> tuple:
     """Equal for two tensors of a forward only if they hold the same elements (as long as the storage lives)."""
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version, forward
+    storage = torch_compat.storage_id(tensor.untyped_storage())
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, torch_compat.version(tensor), forward
 
 
 def _memory(param: Tensor) -> torch.UntypedStorage | None:

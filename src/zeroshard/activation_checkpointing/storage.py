@@ -52,7 +52,7 @@ class Kept:
 
 
 class Place(ABC):
-    """Where slices rest.
+    """Where slices rest. Threads: one at a time, that which is in the Store (activation_checkpointing/saved_tensors.py).
 
     allocations: how often memory was taken from the system; constant in the steady state. foreseen: slices like the first
     that will follow it in a forward.

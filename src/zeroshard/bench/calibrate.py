@@ -26,7 +26,6 @@ from statistics import fmean, median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..comm import backend_select
 from ..comm.base import Comm
@@ -38,6 +37,8 @@ from ..memory.host_memory import available_nbytes, keep_freed_memory
 from ..optim.cpu_kernels import visible_cores
 from ..simulator.hardware import Curve, Device, Hardware, Link
 from ..simulator.trace import Resource
+from ..utils import torch_compat
+from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
 from .disk_bandwidth import PHASES, REQUEST_NBYTES, Burst, DiskProbe, DiskSpeed, bandwidth
 from .micro_benchmark import seconds
@@ -251,9 +252,9 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
-        known = {each.untyped_storage()._cdata for each in given}
+        known = {torch_compat.storage_id(each.untyped_storage()) for each in given}
         results = [each for each in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(each, Tensor)]
-        fresh = [each for each in results if each.untyped_storage()._cdata not in known]
+        fresh = [each for each in results if torch_compat.storage_id(each.untyped_storage()) not in known]
         if fresh and given:
             self.kernels += 1
             self.nbytes += sum(each.nbytes for each in (*given, *fresh))

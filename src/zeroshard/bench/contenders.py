@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import zeroshard as zs
 
+from ..utils import torch_compat
 from ..zero.runtime import runtime_of
 from . import checkpoint_contenders
 from .checkpoint_contenders import Keeper
@@ -138,8 +139,10 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
 @torch.no_grad()
 def _fill(model: nn.Module) -> None:
     """Some weights for a model from the meta device, of which each rank has a part."""
+    from torch.distributed.tensor import DTensor
+
     for param in model.parameters():
-        getattr(param, "_local_tensor", param).normal_(std=0.02)
+        (torch_compat.local_part(param) if isinstance(param, DTensor) else param).normal_(std=0.02)
 
 
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:

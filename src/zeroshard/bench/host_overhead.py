@@ -73,7 +73,7 @@ def measure(repeats: int, log_file: Path) -> HostWork:
 
 
 def _measure_here(repeats: int) -> HostWork:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from ..utils.torch_compat import FakeStore
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -107,10 +107,10 @@ def _fsdp2(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, obj
 
 
 def _replicate(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
-    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from ..utils.torch_compat import replicate_with_fsdp
 
     for module in (*blocks(stage), stage):
-        replicate(module, mesh=mesh)
+        replicate_with_fsdp(module, mesh=mesh)
     return stage, {}
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
 
 from ..comm.fake import FakeComm
+from ..utils.torch_compat import FakeTensorMode
 from ..zero.runtime import runtime_of
 
 _DIM, _BLOCK, _RANK = 8192, 256, 4

@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
+from ..utils import torch_compat
 from . import worker
 from .plan import Contender, Workload
 
 START_TIMEOUT_S = 400.0  # DeepSpeed compiles an extension on its first start
 ANSWER_TIMEOUT_S = 600.0
-PRELOADED = ("torch._dynamo", "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)  # see _forked
+PRELOADED = (torch_compat.DYNAMO, "torch.distributed.fsdp", "zeroshard.parallel.parallelize", worker.__name__)  # see _forked
 T = TypeVar("T")
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..tensor.chunks import Box
+from ..utils import torch_compat
 
 ALIGN = 64  # of the data of a blob, if the blob begins at such a multiple; as torch.save does
 MAX_BLOB_NBYTES = 1 << 30  # below what needs the 64-bit form of zip
@@ -55,8 +56,8 @@ class _Described:
         storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
         described = storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict()
         if self.dtype in _STORAGES:
-            return torch._utils._rebuild_tensor_v2, described
-        return torch._utils._rebuild_tensor_v3, (*described, self.dtype)  # what torch.save writes of dtypes without a class of storages
+            return torch_compat.rebuilder(), described
+        return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)  # what torch.save writes of dtypes without a class of storages
 
 
 class _StorageOf:
@@ -128,7 +129,7 @@ class _StatePickler(_Pickler):
             return super().persistent_id(value)
         typed = isinstance(value, torch.TypedStorage)
         storage = value._untyped_storage if typed else value
-        key = f"object{storage._cdata}"
+        key = f"object{torch_compat.storage_id(storage)}"
         self.storages[key] = storage
         if typed:
             return ("storage", getattr(torch, value._pickle_storage_type()), key, "cpu", value._size())
@@ -148,7 +149,7 @@ def make_state_dict_file(
     pickled = io.BytesIO()
     pickler = _StatePickler(pickled)
     pickler.dump(state | dict(objects))
-    writer = torch._C.PyTorchFileWriter(str(path))  # what torch.save uses: knows files and entries of more than 4 GiB
+    writer = torch_compat.file_writer(str(path))
     writer.write_record("data.pkl", pickled.getvalue(), len(pickled.getvalue()))
     writer.write_record("byteorder", sys.byteorder, len(sys.byteorder))
     for name, (dtype, shape) in tensors.items():
@@ -156,7 +157,7 @@ def make_state_dict_file(
     for key, storage in pickler.storages.items():
         writer.write_record(f"data/{key}", storage, storage.nbytes())
     writer.write_end_of_file()
-    reader = torch._C.PyTorchFileReader(str(path))
+    reader = torch_compat.file_reader(str(path))
     return {name: reader.get_record_offset(f"data/{key}") for name, key in keys.items()}
 
 
@@ -198,18 +199,19 @@ def metadata_of(
     """
     # here, since it takes as long to import as torch itself does: all of torch's distributed tensors, and sympy
     from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    from ..utils.torch_compat import StorageInfo
 
     described: dict[str, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
-    stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    stored: dict[dcp.MetadataIndex, StorageInfo] = {}
     for name, keys, dtype, shape, boxes in tensors:
         chunks = [dcp.ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b, *_ in boxes]
         described[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks)
         paths[name] = keys
         for number, (box, file, offset, nbytes) in enumerate(boxes):
-            stored[dcp.MetadataIndex(name, box.offsets, number)] = _StorageInfo(file, offset, nbytes)
+            stored[dcp.MetadataIndex(name, box.offsets, number)] = StorageInfo(file, offset, nbytes)
     for name, keys, file, offset, nbytes in objects:
         described[name], paths[name] = dcp.BytesStorageMetadata(), keys
-        stored[dcp.MetadataIndex(name)] = _StorageInfo(file, offset, nbytes)
+        stored[dcp.MetadataIndex(name)] = StorageInfo(file, offset, nbytes)
     return pickle.dumps(dcp.Metadata(described, paths, stored, dcp.StorageMeta()))

@@ -70,7 +70,11 @@ def raise_first(problems: Sequence[Exception | None], rank: int, mine: Exception
 
 
 class _Beats:
-    """The exchanges of one piece of work."""
+    """The exchanges of one piece of work.
+
+    Threads: the Comm is `_meet`'s thread's from `start` to the end of `end`; the one that works leaves it alone (its `exchange`
+    refuses a second), and `Tiers.beside_comm` keeps failures of disks from it. `stop` is called in `_meet`'s.
+    """
 
     def __init__(self, comm: Comm, label: str, stop: Callable[[], None] | None) -> None:
         self.comm, self.label, self.stop = comm, label, stop

@@ -138,7 +138,10 @@ def memory_nbytes(layout: FileLayout, contents: Contents) -> int:
 
 
 class Ring:
-    """Buffers that go round between a filler and a writer; they are kept for the next file."""
+    """Buffers that go round between a filler and a writer; they are kept for the next file.
+
+    Threads: `take`, `give`, `borrow` in any; `grow` and `release` in the rank's own, while no save is under way.
+    """
 
     def __init__(self, make: Callable[[int], Tensor], ledger: Ledger | None = None) -> None:
         self.make, self.ledger, self.count = make, ledger or Ledger(), 0
@@ -193,7 +196,10 @@ class Ring:
 
 
 class FileWriter:
-    """Writes one file. `fill`, in one thread after another if in parts, then `finish`."""
+    """Writes one file. `fill`, in one thread after another if in parts, then `finish`.
+
+    Threads: beside that one `_serve`'s, which takes full buffers from a queue; `error` is set once by either. `stop` in any.
+    """
 
     def __init__(self, path: Path, layout: FileLayout, engine: Engine, ring: Ring, *, eager: bool = True) -> None:
         """Makes the file with all its space. Raises OffloadIOError (ENOSPC, ...), RuntimeError (no more threads).

@@ -77,6 +77,8 @@ class Plan:
 class Save:
     """One save, under way or done.
 
+    Threads: the rank's own calls the methods; that of a save in the background sets the events and `_error`, and is joined by `wait`.
+
     path: where the checkpoint is when it is complete. nbytes: of this rank's file. snapshot_nbytes: host memory that holds
     the copy while it is written (kept for the next asynchronous save). stall_seconds: how long training has been held up so
     far: by the call, and by waiting for the copy before a state was changed. seconds: until it was complete.
@@ -114,7 +116,11 @@ class Save:
 
 
 class Saver:
-    """What saves of one model have in common: buffers, the engine, the last one. `runtime.saver`."""
+    """What saves of one model have in common: buffers, the engine, the last one. `runtime.saver`.
+
+    Threads: the rank's own. A save in the background reads shards in memory until `await_copy` would return (what is on disk it has
+    read before), then writes files alone: it never has the Comm, nor the pools.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -231,14 +237,10 @@ class Writing:
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Work that does not use `comm`: a swap file that can not be read is an error of this save, told like others."""
-        tiers = self.runtime.tiers
 
         def quiet() -> Any:
-            before, tiers.background = tiers.background, threading.get_ident()
-            try:
+            with self.runtime.tiers.beside_comm():
                 return work()
-            finally:
-                tiers.background = before
 
         return together(self.comm, f"zs.save: {what}", quiet, self._stop)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..io.filesystems import MEMORY_FILESYSTEMS
 from ..io.swap_folder import NETWORK_FILESYSTEMS
+from ..version import TESTED_TORCH
 from .arguments import Parser
 from .environment import EXTRAS, PEERS, Disk, Environment, look
 from .ranks import VARIABLES
@@ -64,7 +65,8 @@ def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
         "machine",
         f"{here.platform}, {host.cores} cores" + (f" of {host.machine_cores}" if host.cores < host.machine_cores else ""),
     )
-    yield "torch", f"{here.torch}, built for {here.build}"
+    tested = TESTED_TORCH.get(_release(here))
+    yield "torch", f"{here.torch}, built for {here.build}; " + (f"tested on {tested}" if tested else "not tested")
     yield "backends", ", ".join(name for name, there in here.backends.items() if there) or "none"
     for number, gpu in enumerate(here.gpus):
         yield f"GPU {number}", f"{gpu.name}, {gigabytes(gpu.nbytes)}, compute capability {gpu.capability}"
@@ -104,13 +106,22 @@ def findings(here: Environment) -> Iterator[Finding]:
     yield from _of_packages(here)
 
 
+def _release(here: Environment) -> str:
+    """'2.13.0' of torch 2.13.0+cu130."""
+    return here.torch.split("+")[0]
+
+
 def _of_torch(here: Environment) -> Iterator[Finding]:
-    release = here.torch.split("+")[0].split(".")
+    release = _release(here).split(".")
     if tuple(int(part) if part.isdigit() else 0 for part in release[:2]) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         yield Finding(
             PROBLEM, f"torch {here.torch} is older than {oldest}, which this library needs", f"pip install 'torch>={oldest}'"
         )
+    elif _release(here) not in TESTED_TORCH:
+        releases = ", ".join(f"{each} ({day})" for each, day in TESTED_TORCH.items())
+        remedy = "pip install torch==" + list(TESTED_TORCH)[-1] + ", or run the tests: pytest tests/utils/test_torch_compat.py first"
+        yield Finding(NOTE, f"torch {here.torch} is none of the releases that were tested: {releases}", remedy)
     if not any(here.backends.values()):
         yield Finding(
             WARNING,

@@ -189,6 +189,9 @@ class Pending:
 class Comm(ABC):
     """A group of ranks with asynchronous collectives on flat tensors.
 
+    Threads: one at a time, the rank's own, autograd's in a backward for which that waits, or that of checkpoint/heartbeat.py while the
+    rank's own is with files; `exchange` refuses a second (`ThreadsMet`). Only `progress` may be read by others.
+
     ordered: True where collectives are matched by the order in which ranks start them (NCCL); then the runtime
     starts reductions in one agreed order. device: where tensors live.
     """

@@ -43,7 +43,10 @@ class Report(NamedTuple):
 
 
 class Progress:
-    """The notes of one rank. `models`: whose modules a stack is read by."""
+    """The notes of one rank. `models`: whose modules a stack is read by.
+
+    Threads: the one that has the Comm writes; `report` reads in any, a desk's say, from copies made in one step of the interpreter.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

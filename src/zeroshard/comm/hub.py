@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import LEFT, StallError
+from ..utils.one_thread import Turn, one_thread
 from .base import Pending, Work, misuse
 from .failure import GONE, Failure
 from .flight_recorder import Progress, describe, places_of
@@ -71,12 +72,15 @@ class Fence:
 
 
 class Hub:
-    """Of one rank: messages, notes of who waits for whom, and meetings under way. Peers go by their place in the transport."""
+    """Of one rank: messages, notes of who waits for whom, and meetings under way. Peers go by their place in the transport.
+
+    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `desk` answers in a thread of its own from `progress`.
+    """
 
     def __init__(self, transport: Transport, progress: Progress, ranks: list[int], stall_timeout_s: float) -> None:
         """ranks: the number of each peer in the world, for errors."""
         self.transport, self.progress, self.ranks, self.stall_timeout_s = transport, progress, ranks, stall_timeout_s
-        self.rank = transport.rank
+        self.rank, self.turn = transport.rank, Turn(f"the communicator of rank {ranks[transport.rank]}")
         self.others = [peer for peer in range(transport.world_size) if peer != self.rank]
         self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # whose source is ready: region number
         self.read: dict[Hashable, set[int]] = defaultdict(set)  # who has read all sources
@@ -104,6 +108,7 @@ class Hub:
         self.poll()
         return work
 
+    @one_thread
     def exchange(self, payload: object, peers: Collection[int], label: str) -> dict[int, tuple[str, Any]]:
         """peer -> its label and payload, for each of `peers` (this rank among them). Blocks; also a barrier."""
         self.progress.note(label)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatch, ConfigError, ZeroshardError
 from ..utils import torch_compat
+from ..utils.one_thread import Turn, one_thread
 from .base import Combine, Comm, Outcome, Region, Work, misuse, operation
 from .diagnosis import judge
 from .failure import Failure
@@ -166,7 +167,10 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
 
 
 class DistComm(Comm):
-    """A torch.distributed group (gloo or nccl)."""
+    """A torch.distributed group (gloo or nccl).
+
+    Threads: one at a time; two in `exchange` are refused (`ThreadsMet`). `waiter`'s threads wait for gloo's requests, nothing more.
+    """
 
     def __init__(
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
@@ -176,6 +180,7 @@ class DistComm(Comm):
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
+        self.turn = Turn(f"the communicator of rank {self.rank}")
         self.backend = backend_for(device, group)
         self.ordered = self.backend != "gloo" if ordered is None else ordered
         self.waits_on_host = self.backend == "gloo"
@@ -288,6 +293,7 @@ class DistComm(Comm):
     def _peers(self) -> list[int]:
         return [peer for peer in range(self.world_size) if peer != self.rank]
 
+    @one_thread
     def exchange(self, payload: bytes, label: str) -> list[bytes]:
         name = label.encode()
         body = struct.pack("<II", len(name), len(payload)) + name + payload

@@ -121,7 +121,10 @@ class ThreadDesk(Desk):
 
 
 class ProcessDesk(Desk):
-    """Of one process in a group."""
+    """Of one process in a group.
+
+    Threads: all methods are for the one that has the Comm. The desk's own thread reads `progress` and sets `told`, once.
+    """
 
     @classmethod
     def among(cls, comm: Any, on_this_host: bool) -> ProcessDesk:

@@ -60,7 +60,10 @@ class Streams:
 
 
 class CudaStreams(Streams):
-    """One side stream per device for sums, and one for each direction of copies, so that these pass each other."""
+    """One side stream per device for sums, and one for each direction of copies, so that these pass each other.
+
+    Threads: any, each from its own current stream; a stream takes work in order, and an event stands for what was before it.
+    """
 
     separate_host = True
 

@@ -182,6 +182,8 @@ class ProcessTransport(Transport):
     Many bytes are written into a memory of their own, whose descriptor goes along with the message; whoever receives it
     reads them and closes that, so nothing is left. What a full socket does not take is written by a thread that lives as
     long as there is something: a peer gets its messages also where this rank goes on to wait for something else.
+
+    Threads: the one that has the Comm calls the methods; with the writer it shares `_out` and the sockets, under `_writing`.
     """
 
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:

@@ -16,6 +16,8 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ..utils import torch_compat
+
 ALIGN = 4096  # a multiple of every usual logical block size
 _HUGE_NBYTES = 4 << 20  # two huge pages: of less, most may lie before and behind them
 _MAP_NBYTES = 1 << 16  # from here on memory is mapped by itself, exact in size; below, a slice of a larger tensor
@@ -46,7 +48,7 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
     Returns:
         a tensor of (nbytes,) uint8 with `data_ptr() % 4096 == 0`
     """
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # a tensor without memory is asked for
+    if torch_compat.faking():  # a tensor without memory is asked for
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if nbytes < _MAP_NBYTES and not pin:
         whole = torch.empty(nbytes + ALIGN, dtype=torch.uint8, device="cpu")

@@ -273,7 +273,7 @@ class Syscalls:
 
 
 class Handle:
-    """One request under way."""
+    """One request under way, which any thread may wait for. Two that overlap are in no order: who makes them sees to it."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
         self._path, self._offset, self._writes = file.path, offset, writes
@@ -486,7 +486,7 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
-    """Threads that move pieces of requests. They start with the first request and in the process that makes it.
+    """Threads that move pieces of requests, which any thread may make. They start with the first, in the process that makes it.
 
     Args:
         threads: transfers at one time.

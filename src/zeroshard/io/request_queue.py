@@ -12,7 +12,10 @@ from typing import Any
 
 
 class Tasks:
-    """Work for threads, of two kinds."""
+    """Work for threads, of two kinds.
+
+    Threads: any may `put` and `get`. A token follows its task into the queue, so who gets one finds a task in one of the two deques.
+    """
 
     def __init__(self) -> None:
         self._tokens: queue.SimpleQueue = queue.SimpleQueue()  # True for each task, None for each thread that is to end

@@ -76,6 +76,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        """Any thread may enter, strike and count; readings are the rank's own thread's."""
         self.now: dict[str, int] = defaultdict(int)
         self.peak: dict[str, int] = defaultdict(int)
         self.traffic: dict[str, Traffic] = defaultdict(Traffic)

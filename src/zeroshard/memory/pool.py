@@ -10,6 +10,9 @@ only: they are touched when ranks use units in different orders and would otherw
 circulate from then on (ranks that use other experts in each step wait in the first ones alone).
 
 Every region is one that peers can read (see comm.base), so allocation is collective and happens once, at the start.
+
+Threads: one at a time may be in a pool, which is checked (`ThreadsMet`). That is the rank's own thread and, in a backward on a
+GPU, autograd's, for which the former waits; an Arena belongs to its HostStepper, and is with it in the thread of a delayed step.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from ..comm.base import Comm, Region, Work
 from ..config import Tier
 from ..errors import OffloadIOError
 from ..tensor.flat_layout import round_up
+from ..utils.one_thread import Turn, one_thread
 from .ledger import STAGING, Ledger
 from .release import give_back, take_again
 
@@ -52,7 +56,7 @@ class StagingPool:
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
         """passing: what takes one is under way, and gives it back by itself: worth waiting for."""
-        self.passing = passing
+        self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also if it serves as one
         present = limit if comm.shares_memory and comm.world_size > 1 else count  # others must have opened all of them
@@ -64,11 +68,13 @@ class StagingPool:
     def _new(self) -> _Buffer:
         return _Buffer(self.comm.allocate(self.nbytes, torch.uint8, whole=True))
 
+    @one_thread
     def take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region]:
         """A free buffer as a region of `numel` elements (a whole one, or one shard); its number is for `give`."""
         assert numel * dtype.itemsize <= self.nbytes
         return self._prepare(self._find_free(), numel, dtype, whole)
 
+    @one_thread
     def try_take(self, numel: int, dtype: torch.dtype, *, whole: bool = True) -> tuple[int, Region] | None:
         """As `take`, but None where it would have to wait."""
         for number in self._in_turn():
@@ -98,6 +104,7 @@ class StagingPool:
         buffer.taken = True
         return number, self.view(number, numel, dtype, whole)
 
+    @one_thread
     def give(self, number: int, work: Work | None) -> None:
         """The buffer may be taken again when `work` has drained."""
         self._given += 1
@@ -178,6 +185,7 @@ class StagingPool:
             self._views[key] = view
         return self._views[key]
 
+    @one_thread
     def give_back(self) -> None:
         """Between steps, when no rank reads them: their memory comes again when they are next taken."""
         for buffer in self._buffers:
@@ -188,6 +196,7 @@ class StagingPool:
                 buffer.nbytes, buffer.touched = give_back(buffer.region.tensor), False
                 self.ledger.strike(self.category, self.nbytes)
 
+    @one_thread
     def close(self) -> None:
         """Drop all memory."""
         for buffer in self._buffers:
@@ -205,9 +214,11 @@ class BufferPool:
 
     def __init__(self, ledger: Ledger, count: int, nbytes: int, make: Callable[[int], Tensor], tier: Tier) -> None:
         self.ledger, self.count, self.nbytes, self.make, self.tier = ledger, count, nbytes, make, tier
+        self.turn = Turn(f"the pool of buffers between tiers ({tier.value})")
         self._free: list[tuple[Tensor, Any]] = []  # buffer, what still reads or writes it
         self._made = 0
 
+    @one_thread
     def take(self, wait: bool = False, in_line: bool = False) -> Tensor | None:
         """A free buffer (nbytes,) uint8. None where there is none yet, or (wait) none that anybody gave back.
 
@@ -228,6 +239,7 @@ class BufferPool:
             pending.join() if in_line else pending.wait()
         return buffer
 
+    @one_thread
     def give(self, buffer: Tensor, pending: Any = None) -> None:
         """The buffer may be taken again when `pending` is done."""
         self._free.append((buffer, pending))
@@ -236,23 +248,27 @@ class BufferPool:
                 self._settled(position)
                 self.lose()
 
+    @one_thread
     def take_further(self) -> Tensor:
         """A buffer beyond `count`, for a need that can not wait. As many are given up when they are free again."""
         self._made += 1
         self.ledger.enter(STAGING, self.nbytes, self.tier)
         return self.make(self.nbytes)
 
+    @one_thread
     def lose(self) -> None:
         """A buffer that was taken will not come back."""
         self._made -= 1
         self.ledger.strike(STAGING, self.nbytes, self.tier)
 
+    @one_thread
     def give_back(self) -> None:
         """Drop the memory of free buffers: others are made when they are needed."""
         while self._free:
             self._settled(0)
             self.lose()
 
+    @one_thread
     def close(self) -> None:
         """Drop all memory."""
         for _, pending in self._free:
@@ -272,11 +288,14 @@ class Arena:
     So slabs of any size use all of it, where buffers of one size would each hold one slab, large or small. Memory comes in
     one allocation, when `reserve` is first told how much is of use, and never exceeds `limit_nbytes`.
 
-    make: nbytes -> memory (nbytes,) uint8, of `tier`, page-aligned.
+    make: nbytes -> memory (nbytes,) uint8, of `tier`, page-aligned. turn: of the object whose arena it is.
     """
 
-    def __init__(self, ledger: Ledger, limit_nbytes: int, align: int, make: Callable[[int], Tensor], tier: Tier) -> None:
+    def __init__(
+        self, ledger: Ledger, limit_nbytes: int, align: int, make: Callable[[int], Tensor], tier: Tier, turn: Turn | None = None
+    ) -> None:
         self.ledger, self.limit_nbytes, self.align, self.make, self.tier = ledger, limit_nbytes, align, make, tier
+        self.turn = turn or Turn("an arena")
         self.memory: Tensor | None = None
         self._pieces: deque[_Piece] = deque()  # the oldest first
         self._head = 0
@@ -293,6 +312,7 @@ class Arena:
     def _wanted(self, nbytes: int) -> int:
         return min(-(-nbytes // self.align) * self.align, self.limit_nbytes)
 
+    @one_thread
     def reserve(self, nbytes: int) -> None:
         """So many bytes would be of use. More than before are made where nothing is in use."""
         if not self.lacks(nbytes):
@@ -304,6 +324,7 @@ class Arena:
         self.memory, self._head = self.make(self._wanted(nbytes)), 0
         self.ledger.enter(STAGING, self.nbytes, self.tier)
 
+    @one_thread
     def take(self, nbytes: int, wait: bool = False) -> Tensor | None:
         """A piece (nbytes,) at a multiple of `align`.
 
@@ -333,6 +354,7 @@ class Arena:
             return 0 if size <= tail else None
         return self._head if self._head + size <= tail else None
 
+    @one_thread
     def give(self, memory: Tensor, pending: Any = None) -> None:
         """The piece may be taken again when `pending` is done."""
         piece = next(p for p in self._pieces if p.memory is memory)
@@ -349,6 +371,7 @@ class Arena:
                 piece.pending.wait()
             wait = False
 
+    @one_thread
     def drain(self) -> None:
         """Return when what was given back is used by nobody."""
         for piece in self._pieces:
@@ -356,6 +379,7 @@ class Arena:
                 piece.pending.wait()
         self._reclaim(wait=False)
 
+    @one_thread
     def give_back(self) -> None:
         """Drop the memory where nothing is in use: `reserve` makes it again."""
         self.drain()
@@ -366,6 +390,7 @@ class Arena:
         self.ledger.strike(STAGING, self.nbytes, self.tier)
         self.memory = None
 
+    @one_thread
     def close(self) -> None:
         """Drop all memory."""
         for piece in self._pieces:

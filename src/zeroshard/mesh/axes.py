@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm import backend_select
 from ..comm.base import Comm
 from ..errors import ConfigError
 from ..tensor.distributed import Distribution
+from ..utils.torch_compat import unset_fake_temporarily
 
 MODEL_AXES = ("tp", "ep", "pp")  # by their names in the field: tensor, expert and pipeline parallelism
 Parts = list[list[int]]

@@ -35,6 +35,8 @@ from ..io.swap_folder import SwapFolder
 from ..memory.estimate import PAGE_NBYTES
 from ..memory.ledger import STAGING, Ledger, making
 from ..memory.pool import BufferPool, StagingPool
+from ..utils import torch_compat
+from ..utils.one_thread import Turn, one_thread
 
 _PIECES, _PIECE_NBYTES = 4, 2 << 20  # of what is converted on its way to a disk: as many as the engine has threads
 _SEGMENT_NBYTES = 1 << 30  # a file of a swap folder is at least so long; sparse, so unused parts cost nothing
@@ -196,7 +198,7 @@ class MemoryRest(Rest):
 
     def store(self, start: int, source: Tensor) -> None:
         place = self.tensor[start : start + source.numel()]
-        if place.untyped_storage()._cdata == source.untyped_storage()._cdata:
+        if torch_compat.storage_id(place.untyped_storage()) == torch_compat.storage_id(source.untyped_storage()):
             return  # it is what `load` gave
         if not self.resident:
             self.tiers.ledger.move(Tier.DEVICE, self.tier, place.nbytes)
@@ -212,10 +214,12 @@ class FileRest(Rest):
         self.file, self.offset, self.numel, self.dtype = file, offset, numel, dtype
         self.engine, self.tiers = engine, tiers
         self._under_way: list[tuple[int, int, bool, Pending]] = []  # (start, stop, does it write, what)
+        self.turn = Turn(f"what rests in {file.path}")
 
     def view(self, start: int, stop: int) -> Tensor | None:
         return None
 
+    @one_thread
     def read(self, start: int, out: Tensor) -> Pending:
         self._settle(start, start + out.numel(), writes=False)
         self.tiers.ledger.move(Tier.DISK, Tier.HOST, out.nbytes)
@@ -223,6 +227,7 @@ class FileRest(Rest):
         self._under_way.append((start, start + out.numel(), False, pending))
         return pending
 
+    @one_thread
     def write(self, start: int, source: Tensor) -> Pending:
         self._settle(start, start + source.numel(), writes=True)
         self.tiers.ledger.move(Tier.HOST, Tier.DISK, source.nbytes)
@@ -364,6 +369,9 @@ class _Folder:
 class Tiers:
     """Makes the resting places of one model's states, and owns what moves them.
 
+    Threads: the rank's own, and that of a delayed step, which reads and writes masters, states and the gradients that were handed to
+    it, while the former leaves those alone; a FileRest checks it (`ThreadsMet`). Peers are told of failures by whoever has the Comm.
+
     separate: the device has a memory of its own. failure: the first request that failed; what rests here may be half of
     one step and half of the next from then on, and nothing of it is used any more.
     """
@@ -381,13 +389,20 @@ class Tiers:
         self._entered: list[tuple[str, int, Tier]] = []
         self.failure: OffloadIOError | None = None
         self._told = False  # the peers know of it
-        self.background: int | None = None  # the thread, if any, that must leave telling them to the others
+        self._beside = threading.local()  # .comm: on this thread the Comm is another's, who tells the peers
+
+    @contextlib.contextmanager
+    def beside_comm(self) -> Iterator[None]:
+        """Around what this thread does while another one of this rank uses the Comm: failures are raised, and left to that one to tell."""
+        before, self._beside.comm = getattr(self._beside, "comm", False), True
+        try:
+            yield
+        finally:
+            self._beside.comm = before
 
     def fail(self, error: OffloadIOError) -> None:
         """A request has failed: note it, tell the peers, raise."""
         self.failure = self.failure or copy.copy(error)  # without the traceback, which holds buffers
-        if threading.get_ident() == self.background:
-            raise error
         self.check()
 
     def check(self) -> None:
@@ -395,7 +410,7 @@ class Tiers:
         failure = self.failure or self.comm.failure
         if failure is None:
             return
-        if not self._told:
+        if not self._told and not getattr(self._beside, "comm", False):
             self._told = True
             self.comm.abort(f"rank {self.comm.rank}: {failure}", failure)
         raise copy.copy(failure)

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from ..tensor.flat_layout import round_up
+from ..utils import torch_compat
 from ..utils.host import cache_nbytes, ranks_here
 from .lion import Lion, lion_update
 
@@ -139,7 +140,7 @@ class _Adam(_Base):
     def __init__(self, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
         self.columns = ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if options["amsgrad"] else ())
         decoupled = isinstance(optimizer, torch.optim.AdamW) or options.get("decoupled_weight_decay", False)
-        self._fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        self._fused = torch_compat.fused_adamw_ if decoupled else torch_compat.fused_adam_
 
     def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
         beta1, beta2 = options["betas"]
@@ -177,7 +178,7 @@ class _SGD(_Base):
         return bool(state.pop("fresh", False))
 
     def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: bool, options: dict) -> None:
-        torch._fused_sgd_(
+        torch_compat.fused_sgd_(
             [param],
             [grad],
             columns,
@@ -203,7 +204,7 @@ class _Adagrad(_Base):
         self._initial = optimizer.defaults["initial_accumulator_value"]
 
     def update(self, param: Tensor, grad: Tensor, columns: Sequence[Tensor], count: Tensor, options: dict) -> None:
-        torch._fused_adagrad_(
+        torch_compat.fused_adagrad_(
             [param],
             [grad],
             columns,
@@ -254,7 +255,7 @@ def _stepping_class(cls: type) -> type | None:
     Torch wraps `step` of each class that is built, in its own dictionary: what is compared is inside.
     """
     known = next((base for base in cls.__mro__ if base in _KERNELS), None)
-    own = [[unwrap(getattr(c, name, None)) for name in ("step", "_init_group")] for c in (cls, known) if c is not None]
+    own = [[unwrap(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
     return known if own[0] == own[-1] else None
 
 
@@ -381,6 +382,7 @@ class Team:
     Each runs torch's operators on itself alone and takes the next chunk when it is done with one. torch's own threads
     meet after every operator instead, three times a chunk: as fast on a quiet machine, but where other programs run on
     the same cores somebody always waits for a thread that does not run (2.2 s instead of 0.19 s a step, docs/log.md).
+    One thread at a time runs it, that which has the HostStepper.
     """
 
     def __init__(self, threads: int) -> None:

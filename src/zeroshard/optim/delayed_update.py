@@ -17,7 +17,11 @@ from .offloaded_step import HostStepper, Job
 
 
 class DelayedStep:
-    """Runs a HostStepper in a thread, one step at a time."""
+    """Runs a HostStepper in a thread, one step at a time.
+
+    Threads: all methods are the rank's own thread's. Between `start` and the end of `wait` the stepper, masters and states, and
+    the gradients handed over are the step's; the Comm stays with the rank's own, which tells the peers of failures (`wait`).
+    """
 
     def __init__(self, host: HostStepper) -> None:
         self.host = host
@@ -33,10 +37,9 @@ class DelayedStep:
         num_threads = torch.get_num_threads()
 
         def body() -> None:
-            self.host.tiers.background = threading.get_ident()
             torch.set_num_threads(num_threads)  # OpenMP keeps the number per thread
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.host.tiers.beside_comm():
                     self.host.step(jobs)
             except BaseException as error:
                 self._error = error

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim._muon import muon
 from torch.optim.adamw import adamw
 
 from ..errors import ConfigError
+from ..utils.torch_compat import muon
 from .whole_matrix import whole_matrix
 
 _MUON = {

@@ -21,6 +21,7 @@ from ..errors import ConfigError, OffloadIOError, ZeroshardError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
+from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..zero.runtime import Runtime, runtime_of
 
@@ -220,7 +221,7 @@ def _device_states(runtime: Runtime) -> list[Tensor]:
     states = [value for run in runs if run.tensor is not None for value in run.states.load().values() if run.holds(value)]
     whole = {}
     for state in states:
-        whole.setdefault(state.untyped_storage()._cdata, state.new_empty(0).set_(state.untyped_storage()))
+        whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
     return [tensor for tensor in whole.values() if tensor.numel()]
 
 

@@ -26,6 +26,8 @@ from ..errors import ZeroshardError
 from ..memory.pool import Arena
 from ..offload.storage import PAGE_NBYTES, MemoryRest, Pending, Rest, Tiers
 from ..tensor.flat_layout import round_up
+from ..utils import torch_compat
+from ..utils.one_thread import Turn, one_thread
 from .cpu_kernels import (
     CHUNK_NUMEL,
     Kernel,
@@ -114,13 +116,18 @@ class _All:
 
 
 class HostStepper:
-    """Steps runs whose states rest on the host or on disk."""
+    """Steps runs whose states rest on the host or on disk.
+
+    Threads: one at a time, which is checked (`ThreadsMet`): the rank's own, or for the length of a delayed step that step's
+    (optim/delayed_update.py). Until `DelayedStep.wait` has returned the rank's own stays out; writers pass zero/write_gate.py.
+    """
 
     def __init__(self, inner: torch.optim.Optimizer, offload: Offload, tiers: Tiers, fused: bool) -> None:
         self.inner, self.offload, self.tiers, self.fused = inner, offload, tiers, fused
+        self.turn = Turn("the host's step of offloaded states")
         pin = offload.pin_memory
         limit_nbytes = offload.buffer_count * offload.buffer_nbytes
-        self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST)
+        self.pool = Arena(tiers.ledger, limit_nbytes, PAGE_NBYTES, lambda n: tiers.host_buffer(n, pin), Tier.HOST, self.turn)
         self._ahead: deque[Slab] = deque()  # read for the next step
         self._next: deque[Slab] = deque()  # the slabs that follow
         self._uploads: list[Pending] = []  # to the device, in this step
@@ -131,6 +138,7 @@ class HostStepper:
 
     # -- the pipeline ----------------------------------------------------------------------------------------
 
+    @one_thread
     def step(self, jobs: list[Job]) -> None:
         """One step of all jobs, in this order. What is written may still be on its way to disk when it returns."""
         with stepping_threads(self.threads):
@@ -163,6 +171,7 @@ class HostStepper:
         self.forget()
         self._next = deque(Slab(*slab) for slab in following)
 
+    @one_thread
     def poll(self) -> None:
         """Read the next step's first slabs into buffers that have come free."""
         while self._next:
@@ -179,6 +188,7 @@ class HostStepper:
             self._ahead.append(self._next.popleft())
             self._count_ahead(slab, 1)
 
+    @one_thread
     def forget(self) -> None:
         """Drop what was read ahead: it is no longer what rests there, or will not be stepped next."""
         while self._ahead:
@@ -200,16 +210,13 @@ class HostStepper:
         for name, rest in slab.staged.items():
             self.tiers.ledger.read_ahead(rest.tier, Tier.HOST, sign * slab.parts[name].nbytes)
 
-    def settle(self) -> None:
-        """Return when everything that was stepped is at rest."""
-        self.forget()
-        self.pool.drain()
-
+    @one_thread
     def give_back(self) -> None:
         """Give up the memory of buffers until the next step."""
         self.forget()
         self.pool.give_back()
 
+    @one_thread
     def close(self) -> None:
         """Give up all buffers and threads."""
         self.forget()
@@ -417,7 +424,7 @@ class HostStepper:
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
             place = slab.parts[name][start : start + param.numel()]
-            if place.untyped_storage()._cdata != value.untyped_storage()._cdata:  # else stepped in place
+            if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):  # else stepped in place
                 place.copy_(value)
 
 

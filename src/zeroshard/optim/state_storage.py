@@ -16,6 +16,7 @@ from ..errors import ConfigError, ShardedWriteError
 from ..memory.ledger import OPTIMIZER
 from ..offload.storage import Rest, Tiers
 from ..tensor.sharded_tensor import ShardedTensor
+from ..utils import torch_compat
 from ..zero.parameter import ParamHome
 from ..zero.unit import ParamGroup
 
@@ -215,7 +216,7 @@ class ShardedState(ShardedTensor):
 class WholeState(Tensor):
     """A state of a replicated optimizer: an ordinary tensor, but for `state.data = value`, which is a write."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_compat.disabled_torch_function
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]

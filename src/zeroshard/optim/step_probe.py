@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 from .inner_optimizer import inner_copy
 
 _STEPS = 12  # some look at whole matrices in every tenth step alone
@@ -236,8 +235,8 @@ def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Real tensors on the host, without autograd and compilers, and nothing felt outside."""
-    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and importing it takes a second
-    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
+    compiles = DYNAMO in sys.modules  # else nothing is compiled, and importing it takes a second
+    with disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Watch():
             yield
 

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError
 from ..offload.storage import Rest, Tiers
 from ..tensor.tiled_parameter import part_of
+from ..utils.torch_compat import disable_current_modes
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
@@ -228,7 +228,7 @@ class WholeStepper:
     def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
         """What an imagined owner would tell: of a first step, without memory, and seen by nobody who counts."""
         first = replace(job, states={}, others={})
-        with _disable_current_modes():
+        with disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
             return *_told(first, self._step_class(first, param, grad, {})[1]), first.written
 

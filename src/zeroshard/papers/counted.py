@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zeroshard as zs
 
@@ -20,6 +19,7 @@ from ..memory.ledger import GATHERED, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS,
 from ..models import GPT
 from ..models.gpt import GPTConfig
 from ..testing import imagined_mesh
+from ..utils.torch_compat import FakeTensorMode
 from ..zero.runtime import runtime_of
 
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from ..comm.backend_select import is_imagined
@@ -34,7 +33,9 @@ from ..comm.process_group import DistComm
 from ..comm.shared_memory import SharedComm
 from ..errors import ConfigError, did_you_mean
 from ..tensor.distributed import is_distributed
+from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import stage_backward_weight
 from ..zero.runtime import Runtime, runtime_of
 from .tied import TiedParameters, exchange_objects
 
@@ -199,7 +200,7 @@ class Pipeline:
         self._made: list[_Stage] = []
         timeout = datetime.timedelta(seconds=self.runtimes[0].config.stall_timeout_s)
         if not is_imagined():
-            dist.distributed_c10d._set_pg_timeout(timeout, self.group)  # so that waits for another stage end as all others do
+            torch_compat.set_timeout(timeout, self.group)  # so that waits for another stage end as all others do
         self.tied = TiedParameters(self.stages, self.own, self.group, self._rank_of)
         cores = [runtime.optimizer.core for runtime in self.runtimes if runtime.optimizer is not None]
         for core in cores:

@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
+from ..utils import torch_compat
 
 PACKED = {"packed_colwise": 2, "packed_qkv": 3, "packed_kv": 2}  # style -> how many maps one weight holds
 COLWISE = ("colwise", "local_colwise", *PACKED)
@@ -294,7 +295,7 @@ def resolve(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
     """The module of that name and None, or a parameter's owner and attribute."""
     path, _, last = name.rpartition(".")
     owner = model.get_submodule(path)
-    if last in owner._parameters:
+    if last in torch_compat.own_parameters(owner):
         return owner, last
     return getattr(owner, last), None
 

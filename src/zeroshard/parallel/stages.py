@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ConfigError
+from ..utils import torch_compat
 from ..utils.tensor_tree import find_tensors
+from ..utils.torch_compat import FakeTensorMode
 
 _FIRST, _LAST = "before the blocks", "after the blocks"
 
@@ -96,7 +97,7 @@ class StageBlocks(nn.ModuleList):
         self._ends = passage, receives, sends
 
     def _met(self) -> list[Any]:
-        blocks: list[Any] = list(self._modules.values())
+        blocks: list[Any] = list(torch_compat.own_modules(self).values())
         passage, receives, sends = self._ends
         if receives:
             blocks[0] = _End(blocks[0], passage, receives=True)
@@ -335,7 +336,7 @@ def _owners(model: nn.Module, inside: set[int]) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
-        if any(p is not None and id(p) not in inside for p in module._parameters.values())
+        if any(p is not None and id(p) not in inside for p in torch_compat.own_parameters(module).values())
     ]
 
 
@@ -396,14 +397,14 @@ def cut_stages(
     not be cut between its blocks.
     """
     path, block_list = find_block_list(model, blocks)
-    names = [f"{path}.{name}" if path else name for name in block_list._modules]
+    names = [f"{path}.{name}" if path else name for name in torch_compat.own_modules(block_list)]
     count = len(names)
     if not 1 <= stages <= count:
         raise ConfigError(
             f"{stages} pipeline stages for a {type(model).__name__} of {count} blocks ({path}): each stage needs one at least, so between "
             f"1 and {count} stages; the nearest is {min(max(stages, 1), count)}."
         )
-    members = list(block_list._modules.values())
+    members = list(torch_compat.own_modules(block_list).values())
     takes = inspect.signature(model.forward).parameters
     kwargs = {"use_cache": False} if "use_cache" in takes or hasattr(getattr(model, "config", None), "use_cache") else {}
     if example is not None and not isinstance(example, Tensor):
@@ -489,7 +490,7 @@ class _Cutter:
         if id(module) in self.made:
             return self.made[id(module)]
         if name == self.path:
-            place, members = self.place, list(module._modules.items())
+            place, members = self.place, list(torch_compat.own_modules(module).items())
             chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
             made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
         elif self._elsewhere(name, module):
@@ -499,10 +500,11 @@ class _Cutter:
             made.__dict__.update({k: v.copy() for k, v in module.__dict__.items() if isinstance(v, dict)})
             if self.config is not None and module.__dict__.get("config") is self.model.config:
                 made.__dict__["config"] = self.config
-            made._parameters.update({k: self.own.get(id(p), p) for k, p in made._parameters.items()})
+            params = torch_compat.own_parameters(made)
+            params.update({key: self.own.get(id(param), param) for key, param in params.items()})
             self.made[id(module)] = made
-            for key, child in module._modules.items():
-                made._modules[key] = None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+            for key, child in torch_compat.own_modules(module).items():
+                torch_compat.own_modules(made)[key] = None if child is None else self._copy(f"{name}.{key}" if name else key, child)
         self.made[id(module)] = made
         made.training = module.training
         return made
@@ -510,7 +512,7 @@ class _Cutter:
     def _elsewhere(self, name: str, module: nn.Module) -> bool:
         """True where none of the module's own parameters is of this stage."""
         prefix = f"{name}." if name else ""
-        used = [self.uses.phases[prefix + key] for key in module._parameters if prefix + key in self.uses.phases]
+        used = [self.uses.phases[prefix + key] for key in torch_compat.own_parameters(module) if prefix + key in self.uses.phases]
         here = {_FIRST: self.place.index == 0, _LAST: self.place.index == self.place.count - 1}
         phases = set().union(*used) if used else set()
         return bool(used) and not any(here[phase] for phase in phases or (_FIRST,))  # what no forward uses stays with the first

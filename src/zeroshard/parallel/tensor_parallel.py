@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ZeroshardError
+from ..utils import torch_compat
 from .plans import (
     COLWISE,
     EXPERTS,
@@ -74,12 +75,13 @@ def apply(
         return model
     cut = _Cut(model, mesh, plan, sequence_parallel, loss_parallel)
     ties = _ties(model, plan)
-    marks = [(m, name, p.__dict__) for m in model.modules() for name, p in m._parameters.items() if p is not None and p.__dict__]
+    named = [(module, name, p) for module in model.modules() for name, p in torch_compat.own_parameters(module).items()]
+    marks = [(module, name, p.__dict__) for module, name, p in named if p is not None and p.__dict__]
     cut.run()
     for places in ties:
         _tie(places)
     for module, name, given in marks:  # what was noted on a parameter is noted on its DTensor
-        module._parameters[name].__dict__.update(given)
+        torch_compat.own_parameters(module)[name].__dict__.update(given)
     _start_alike(model, mesh)
     return model
 
@@ -213,9 +215,10 @@ def _replicate() -> Any:
 def _rows(dim: int, maps: int) -> Any:
     """This rank's part of `dim`, or of each of several maps that lie one after the other along it."""
     from torch.distributed.tensor import Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
 
-    return Shard(dim) if maps == 1 else _StridedShard(dim, split_factor=maps)
+    from ..utils.torch_compat import StridedShard
+
+    return Shard(dim) if maps == 1 else StridedShard(dim, split_factor=maps)
 
 
 def _placement(param: Tensor, style: str) -> Any:
@@ -254,7 +257,7 @@ def _ties(model: nn.Module, plan: Plan) -> list[list[tuple[nn.Module, str]]]:
     """Where each parameter stands that stands in several places, if the plan cuts one of them."""
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
-        for attribute, param in module._parameters.items():
+        for attribute, param in torch_compat.own_parameters(module).items():
             if param is not None:
                 places.setdefault(id(param), []).append((name, module, attribute))
     shared = []
@@ -276,7 +279,8 @@ def _ties(model: nn.Module, plan: Plan) -> list[list[tuple[nn.Module, str]]]:
 def _tie(places: list[tuple[nn.Module, str]]) -> None:
     from torch.distributed.tensor import DTensor
 
-    cut = [module._parameters[attribute] for module, attribute in places if isinstance(module._parameters[attribute], DTensor)]
+    given = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
+    cut = [param for param in given if isinstance(param, DTensor)]
     assert len({param.placements for param in cut}) == 1, "tied parameters were cut differently"
     for module, attribute in places:
         module.register_parameter(attribute, cut[0])
@@ -360,7 +364,7 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
     from torch.distributed.tensor import DTensor, Partial
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        for name in module._parameters:
+        for name in torch_compat.own_parameters(module):
             param = getattr(module, name)
             if isinstance(param, DTensor):  # in the instance's own dictionary it hides the parameter
                 grads = [Partial()] if param.placements[0].is_replicate() else param.placements
@@ -376,7 +380,7 @@ def _compute_locally(module: nn.Module, mesh: DeviceMesh, partial_inputs: bool =
         return tuple(map(local, args)), {name: local(value) for name, value in kwargs.items()}
 
     def leave(module: nn.Module, args: tuple, output: Any) -> Any:
-        for name in module._parameters:
+        for name in torch_compat.own_parameters(module):
             module.__dict__.pop(name, None)
         if not partial_outputs or output is None:
             return output

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..utils.torch_compat import TorchDispatchMode
 from ..zero.runtime import runtime_of
 from .pipeline import Pipeline
 

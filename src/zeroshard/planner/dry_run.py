@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .. import api
 from ..activation_checkpointing.checkpoint import checkpoint_activations
@@ -35,6 +34,8 @@ from ..parallel.parallelize import next_token_loss, parallelize
 from ..simulator.trace import Resource, Trace
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..testing import imagined_mesh
+from ..utils import torch_compat
+from ..utils.torch_compat import FakeTensor, FakeTensorMode
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import Unit
 from .faults import NO_NUMBERS, first_line, told, where
@@ -420,7 +421,7 @@ def _follow(runtime: Runtime, recorder: Recorder) -> Iterator[Any]:
 
 def _entered(name: str, recorder: Recorder) -> Callable:
     def hook(module: nn.Module, args: Any) -> None:
-        recorder.at(name, torch._C._current_graph_task_id() != -1)  # a repeated forward is a part of backward
+        recorder.at(name, torch_compat.graph_task() != -1)  # a repeated forward is a part of backward
 
     return hook
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ..errors import ConfigError, ZeroshardError
 from ..utils.torch_compat import without_fake_logs
+from ..utils.torch_compat import DataDependentOutputException, DynamicOutputShapeException
 
 
 class OutOfTime(TimeoutError):

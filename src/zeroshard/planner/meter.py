@@ -18,6 +18,7 @@ from torch import Tensor
 from ..config import Tier
 from ..memory.host_memory import KEEP_NBYTES, MMAP_NBYTES
 from ..memory.ledger import Ledger, listener
+from ..utils import torch_compat
 from .plan import ACTIVATIONS, Held
 
 _ROUNDED = 512  # bytes: blocks of torch's caching allocators
@@ -80,7 +81,7 @@ class Meter:
     def born(self, storage: torch.UntypedStorage) -> None:
         """A new storage: alive until it is not."""
         nbytes = -(-storage.nbytes() // _ROUNDED) * _ROUNDED
-        key = storage._cdata
+        key = torch_compat.storage_id(storage)
         self._alive[key] = nbytes
         self.alive_nbytes += nbytes
         weakref.finalize(storage, self._forget, key).atexit = False
@@ -108,7 +109,7 @@ class Meter:
 
     def claim(self, tensor: Tensor) -> None:
         """A ledger counts it."""
-        self._forget(tensor.untyped_storage()._cdata)
+        self._forget(torch_compat.storage_id(tensor.untyped_storage()))
 
     def held(self, tier: Tier) -> Held:
         """Bytes by category now."""

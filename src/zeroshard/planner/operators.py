@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
 from ..simulator.trace import Resource, Trace
 from ..tensor.sharded_tensor import ShardedTensor
+from ..utils import torch_compat
+from ..utils.torch_compat import TorchDispatchMode
 from .faults import check_dtypes
 from .recorder import Recorder
 
@@ -92,7 +93,7 @@ class Operators(TorchDispatchMode):
             self.meter.sample()
         written = _written(func, args, kwargs)
         if (fresh or written) and tensors:
-            made = [x for x in results if x.untyped_storage()._cdata in fresh]
+            made = [x for x in results if torch_compat.storage_id(x.untyped_storage()) in fresh]
             count = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
             self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), _NAMES.get(tensors[0].dtype, "fp32"))
@@ -137,9 +138,9 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Storages of results that none of what was given lies in."""
-    known = {x.untyped_storage()._cdata for x in given}
+    known = {torch_compat.storage_id(x.untyped_storage()) for x in given}
     storages = (x.untyped_storage() for x in results)
-    return {storage._cdata: storage for storage in storages if storage._cdata not in known}
+    return {torch_compat.storage_id(storage): storage for storage in storages if torch_compat.storage_id(storage) not in known}
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..utils import torch_compat
+
 _OWN = frozenset("_held _home _compute _of_parameter _of_gradient _is_param".split())  # the library's
-_OWN |= {"fake_device", "_fake_device"}  # and those by which a fake tensor says where it is
+_OWN |= set(torch_compat.FAKE_DEVICE)  # and those by which a fake tensor says where it is
 
 whole_now: dict[int, Any] = {}  # id of each parameter that `zs.gathered` has made whole -> who did (zero/gathered_parameters.py)
 

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ..errors import CheckpointError
+from ..utils import torch_compat
+from ..utils.torch_compat import tree_map_only
 from .chunks import Box, boxes_of
 
 aten = torch.ops.aten
@@ -43,11 +44,11 @@ class LocalBox(torch.Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Slice, size: Sequence[int], stride: Sequence[int], first: int) -> LocalBox:
-        made = torch.Tensor._make_wrapper_subclass(cls, size, stride, dtype=tensor.dtype, device=tensor.device)
+        made = torch_compat.make_wrapper_subclass(cls, size, stride, dtype=tensor.dtype, device=tensor.device)
         made._tensor, made._first = tensor, first
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

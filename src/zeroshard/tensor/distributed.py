@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
-from ..utils.torch_compat import has_hooks
+from ..utils import torch_compat
 from .tiled_parameter import Part
 
 if TYPE_CHECKING:  # it takes seconds to import; who has DTensors has imported it
@@ -144,9 +144,9 @@ class Localised:
         self._made: dict[int, tuple[DTensor, nn.Parameter]] = {}
         self._places: list[tuple[dict, str, DTensor]] = []
         for module in model.modules():
-            for attribute, param in module._parameters.items():
+            for attribute, param in torch_compat.own_parameters(module).items():
                 if id(param) in known:
-                    self._places.append((module._parameters, attribute, param))
+                    self._places.append((torch_compat.own_parameters(module), attribute, param))
                     if id(param) not in self._made:
                         self._made[id(param)] = param, _local_parameter(param, known[id(param)])
         for parameters, attribute, param in self._places:
@@ -172,13 +172,13 @@ class Localised:
     def keep(self) -> None:
         """It stays so: what refers to the old objects finds them empty."""
         for param, _ in self._made.values():
-            param._local_tensor = param._local_tensor.new_empty(0)
+            torch_compat.set_local_part(param, torch_compat.local_part(param).new_empty(0))
 
 
 def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
-    local = nn.Parameter(param._local_tensor.detach(), requires_grad=param.requires_grad)
+    local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
     local.__dict__.update(param.__dict__, _distribution=distribution)
-    if has_hooks(param):
+    if torch_compat.has_hooks(param):
         raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook).")
     return local
 
@@ -187,8 +187,8 @@ def _turned(state: object, param: Tensor) -> object:
     """A state of the parameter's kind: local for a local parameter, distributed for a DTensor."""
     distribution = distribution_of(param)
     if is_distributed(state) and distribution is not None:
-        return state._local_tensor
-    if is_distributed(param) and isinstance(state, Tensor) and state.shape == param._local_tensor.shape and state.dim():
+        return torch_compat.local_part(state)
+    if is_distributed(param) and isinstance(state, Tensor) and state.shape == torch_compat.local_part(param).shape and state.dim():
         return Distribution.of(param, "").wrap(state)
     return state
 

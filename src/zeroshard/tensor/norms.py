@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ZeroshardError
+from ..utils import torch_compat
 
 
 class Slices(Protocol):
@@ -116,5 +117,5 @@ def allow_foreach(*kinds: type) -> None:
 
     Their module enters them into the same list. One exchange for all, not one a parameter.
     """
-    known = torch.utils._foreach_utils._foreach_supported_types
+    known = torch_compat.foreach_types()
     known += [kind for kind in kinds if kind not in known]

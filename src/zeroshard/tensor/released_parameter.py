@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ShardedAccessError, StatesAway, ZeroshardError
+from ..utils import torch_compat
 from ..utils.autograd import in_backward
 from .differentiable import ReadableWhole
 
@@ -33,7 +34,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if getattr(func, "__name__", "") in _HARMLESS and getattr(func, "__self__", None) not in _VIEWS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_compat.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if cls._gather is None or not in_backward():
             raise cls._refusal(cls._why)

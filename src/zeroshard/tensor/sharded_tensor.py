@@ -20,9 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..errors import ShardedAccessError, ShardedWriteError
+from ..utils import torch_compat
+from ..utils.torch_compat import tree_map_only
 from .attributes import CarriesAttributes, attributes_of
 from .dcp_chunks import chunk_list, shard_at, write_items
 from .differentiable import ReadableSlices, ReadableWhole
@@ -100,7 +101,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         """dtype, device: where `local` is None."""
         if local is not None:
             dtype, device = local.dtype, local.device
-        tensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        tensor = torch_compat.make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         tensor._held, tensor._home = local, home
         return tensor
 
@@ -109,7 +110,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         """This rank's slice (stop - start,): shares memory, or (offloaded) is a copy that a write must put back."""
         return self._held if self._held is not None else self._home.fetch(self._of_gradient)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -173,7 +174,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
 
 
 class ShardedParameter(CarriesAttributes, ShardedTensor):
-    """What stands in `module._parameters` at rest. An nn.Parameter by isinstance."""
+    """What stands in a module's table of parameters at rest. An nn.Parameter by isinstance."""
 
     _is_param = True
     _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
@@ -199,7 +200,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                     return result
             if getattr(func, "__name__", "") in READS:
                 args, kwargs = tree_map_only(ShardedParameter, lambda param: param.full_tensor(), (args, kwargs))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @property
@@ -289,7 +290,7 @@ def set_data(param: Tensor, value: Tensor) -> None:
 
 def clear_local_grad(param: Tensor) -> None:
     """Drop what autograd has accumulated on a tensor, of which nothing else is looked at: it may be released."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_compat.DisableTorchFunctionSubclass():
         torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TiledAccessError
+from ..utils import torch_compat
 from .chunks import Box, boxes_of
 from .sharded_tensor import ShardedTensor
 
@@ -141,7 +142,7 @@ class Tiled(nn.Module):
 
     def _cut_attributes(self) -> set[str]:
         """Names of the parameters that are in the tiles."""
-        tiles = self.__dict__.get("_modules", {}).get("tiles", ())
+        tiles = torch_compat.early_modules(self).get("tiles", ())
         return {attribute for tile in tiles for attribute in tile.parts}
 
     @property
@@ -218,7 +219,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
 def parts_in(model: nn.Module, state: Mapping[str, Any]) -> dict[str, int]:
     """For `join`: the entries of a state dict (keep_vars=True) that are parts, found by object, however they are named."""
     dims = {
-        id(tile._parameters[attribute]): part.dim
+        id(torch_compat.own_parameters(tile)[attribute]): part.dim
         for tile in model.modules()
         if isinstance(tile, Tile)
         for attribute, part in tile.parts.items()

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ConfigError, ZeroshardError
 from ..tensor.tiled_parameter import Tiled
+from ..utils import torch_compat
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -55,7 +56,7 @@ def tiled_cross_entropy(
         )  # fmt: skip
         return loss.view(targets.shape) if reduction == "none" else loss
     vocabulary, ignored = int(head.out_features), labels == ignore_index  # type: ignore[arg-type]
-    torch._assert_async(
+    torch_compat.assert_async(
         (ignored | ((labels >= 0) & (labels < vocabulary))).all(),
         f"targets: expected classes 0 to {vocabulary - 1} or ignore_index={ignore_index}, got one outside.",
     )
@@ -92,7 +93,7 @@ def _check(hidden: Tensor, head: nn.Module, targets: Tensor, reduction: str, lab
     if isinstance(head, Tiled) and head.stands_for is not nn.Linear:
         raise ConfigError(f"head: expected a Linear, whole or tiled, got a {type(head).__name__}.")
     if isinstance(head, Tiled) and head.dim == 0:
-        hooks = [*head._forward_hooks.values(), *head._forward_pre_hooks.values()]
+        hooks = [hook for hooks in torch_compat.forward_hooks(head) for hook in hooks.values()]
         if any(not getattr(hook, "__module__", "").startswith("zeroshard.") for hook in hooks):
             raise ZeroshardError(
                 "tiled_cross_entropy: the head has forward hooks, which would not be called: there are no logits. Remove "

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensor.tiled_parameter import Part, Tile, Tiled
+from ..utils import torch_compat
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed", "_is_expert_parallel")  # set by the decorator
 
@@ -32,7 +33,7 @@ class ExpertsTile(Tile):
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """(S, H), (S, 1) counted from the tile's first expert, (S, 1) -> (S, H)"""
         if not len(hidden):
-            return _Idle.apply(hidden, *self._parameters.values())
+            return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
         return super().forward(hidden, index, weights)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -97,7 +98,7 @@ def are_experts(module: nn.Module) -> bool:
 
 def why_not(module: nn.Module, name: str) -> str | None:
     """Why experts can not be cut, or None. name: of the module."""
-    for attribute, param in module._parameters.items():
+    for attribute, param in torch_compat.own_parameters(module).items():
         if param is not None and (param.dim() == 0 or len(param) != module.num_experts):
             return f"{name}.{attribute} {tuple(param.shape)} is not divided by the {module.num_experts} experts"
     for kind, tensors in (("parameters", module.named_parameters()), ("buffers", module.named_buffers())):
@@ -116,9 +117,9 @@ def make_tiles(
         tile = _blank(type(module))
         nn.Module.__init__(tile)
         tile.__dict__.update({key: value for key, value in module.__dict__.items() if key not in tile.__dict__})
-        for name, child in module._modules.items():  # activations: no parameters
+        for name, child in torch_compat.own_modules(module).items():  # activations: no parameters
             tile.register_module(name, child)
-        for attribute in module._parameters:
+        for attribute in torch_compat.own_parameters(module):
             tile.register_parameter(attribute, weights[attribute][number] if attribute in weights else None)
         tile.num_experts, tile.parts = part.stop - part.start, {a: each[number] for a, each in parts.items()}
         tiles.append(tile)

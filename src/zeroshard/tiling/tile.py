@@ -26,8 +26,8 @@ from ..optim.sharded_optimizer import ShardedOptimizer
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
+from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
-from ..utils.torch_compat import has_hooks
 from ..zero.auto_wrap import collect, partition
 from ..zero.init_context import BirthHome
 from ..zero.parameter import ParamHome
@@ -142,7 +142,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
     """Every parameter with all the modules that hold it."""
     found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
     for prefix, module in model.named_modules():
-        for attribute, param in module._parameters.items():
+        for attribute, param in torch_compat.own_parameters(module).items():
             if param is not None and not isinstance(param, nn.parameter.UninitializedTensorMixin):
                 found[param].append(Holder(prefix, module, attribute))
     return found
@@ -158,7 +158,7 @@ def _plan(
             continue
         weights = {held[0].attribute: param}
         if tiled_experts.are_experts(held[0].module):
-            weights = {attribute: each for attribute, each in held[0].module._parameters.items() if each is not None}
+            weights = {attribute: each for attribute, each in torch_compat.own_parameters(held[0].module).items() if each is not None}
         seen.update(weights.values())
         nbytes = sum(_nbytes(weight, dtype) for weight in weights.values())
         if nbytes <= limit:
@@ -183,7 +183,7 @@ def _nbytes(param: Tensor, dtype: torch.dtype | None) -> int:
 
 def _bias(module: nn.Module) -> nn.Parameter | None:
     """What is cut with the weight; of experts it is a weight as others."""
-    return module._parameters.get("bias") if type(module) is nn.Linear else None
+    return torch_compat.own_parameters(module).get("bias") if type(module) is nn.Linear else None
 
 
 def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> str | None:
@@ -194,12 +194,12 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
         if not experts and (type(module) not in (nn.Linear, nn.Embedding) or holder.attribute != "weight"):
             known = "nn.Linear, nn.Embedding and experts with Transformers' interface are"
             return f"{where} is a {type(module).__name__}, whose use of it is not known; {known}"
-        if "forward" in module.__dict__ or module._compiled_call_impl is not None:
+        if "forward" in module.__dict__ or torch_compat.compiled_call(module) is not None:
             return f"the forward of {where} was replaced or compiled; tile first"
         bias = _bias(module)
         if bias is not None and len(holders[bias]) > 1:
             return f"the bias of {where} is shared"
-        if experts and any(len(holders[param]) > 1 for param in module._parameters.values() if param is not None):
+        if experts and any(len(holders[param]) > 1 for param in torch_compat.own_parameters(module).values() if param is not None):
             return f"a parameter of {where} is shared"
         if experts and (reason := tiled_experts.why_not(module, where)):
             return reason
@@ -284,7 +284,7 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         bias = _bias(module)
         if bias is not None:
             params[f"{holder.prefix}.bias"] = bias
-        if any((module._state_dict_hooks, module._load_state_dict_pre_hooks, module._state_dict_pre_hooks)):
+        if any(torch_compat.state_dict_hooks(module)):
             raise ConfigError(f"{holder.prefix} has state-dict hooks, which expect a whole weight: remove them before zs.tile().")
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if type(module) is nn.Embedding and getattr(module, option):
@@ -297,7 +297,7 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
             raise NotImplementedError(f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device.")
         if param.grad is not None:
             raise ConfigError(f"{name} has a gradient: optimizer.zero_grad(set_to_none=True) before zs.tile().")
-        if has_hooks(param):
+        if torch_compat.has_hooks(param):
             raise ConfigError(f"{name} has hooks, which expect a whole gradient: register them on the tiles after zs.tile().")
         if optimizer is not None and optimizer.state.get(param):
             raise ConfigError(f"the optimizer has states of {name}: tile before the first step.")
@@ -317,7 +317,7 @@ def _carry_out(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
         module = holder.module
         cls, tiles = _tiles_of(module, weights, parts, optimizer)
         for attribute in cut.weights:
-            del module._parameters[attribute]
+            del torch_compat.own_parameters(module)[attribute]
         module.__class__ = cls
         module.tiles = nn.ModuleList(tiles).train(module.training)
 
@@ -354,7 +354,7 @@ def _linear_tiles(
     module: nn.Module, weights: list[nn.Parameter], parts: list[Part], optimizer: torch.optim.Optimizer | None
 ) -> list[LinearTile]:
     """The tiles of one Linear. Its bias goes with the rows; with columns, whole, to the first."""
-    bias = module._parameters.get("bias")
+    bias = torch_compat.own_parameters(module).get("bias")
     if bias is None:
         return [LinearTile(w, None, {"weight": p}) for w, p in zip(weights, parts, strict=True)]
     shape = tuple(bias.shape)
@@ -364,7 +364,7 @@ def _linear_tiles(
         places = [Part(0, 0, shape[0], shape), *[None] * (len(parts) - 1)]
     biases = [None if place is None else _part_of(bias, place) for place in places]
     _exchange(optimizer, bias, [b for b in biases if b is not None])
-    del module._parameters["bias"]
+    del torch_compat.own_parameters(module)["bias"]
     return [
         LinearTile(weight, b, {"weight": part} if place is None else {"weight": part, "bias": place})
         for weight, b, part, place in zip(weights, biases, parts, places, strict=True)

@@ -9,24 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+from . import torch_compat
 
 _LEAF = 1 << 62  # numbers of nodes that stand for leaves are higher
-_CALL = nn.Module._call_impl.__code__
+_CALL = torch_compat.code_of_call()
 _NEAR = 12  # frames between a module's call and its hooks, at most
 
 
 def in_backward() -> bool:
     """On this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return torch_compat.graph_task() != -1
 
 
 def transforming() -> bool:
     """Inside a derivative of torch.func, whose graph only it sees: backward can not be noticed."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    kinds = torch._C._functorch.TransformType
-    return any(each.key() in (kinds.Grad, kinds.Jvp) for each in retrieve_all_functorch_interpreters())
+    return torch_compat.in_derivative()
 
 
 def running_forward() -> FrameType | None:
@@ -61,14 +59,14 @@ def ended(frame: FrameType) -> bool:
 def memory_of(tensor: Tensor) -> int | None:
     """Identity of a tensor's memory; None for those (of torch.func, sparse) that have none of their own."""
     try:
-        return tensor.untyped_storage()._cdata
+        return torch_compat.storage_id(tensor.untyped_storage())
     except RuntimeError:
         return None
 
 
 def next_node() -> int:
     """The number of the node that autograd makes next on this thread."""
-    return torch._C._autograd._get_sequence_nr()
+    return torch_compat.next_node()
 
 
 def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
@@ -78,7 +76,7 @@ def leads_to_all(first: int, outputs: list[Tensor]) -> bool:
     found: set[int] = set()
     while stack:
         node = stack.pop()
-        number = node._sequence_nr()
+        number = torch_compat.number_of(node)
         if first <= number < _LEAF and number not in found:
             found.add(number)
             stack.extend(before for before, _ in node.next_functions if before is not None)

@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from ..errors import ShardedAccessError
+from . import torch_compat
 from .torch_compat import top_saved_tensors_hooks
 
 
@@ -66,14 +67,14 @@ class Saved:
     def __init__(self, tensor: Tensor) -> None:
         # detached: autograd hands in outputs with their node, and a node that holds itself is never freed
         self.tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = tensor._version
+        self.version = torch_compat.version(tensor)
 
     def restore(self) -> Tensor:
         """Raises RuntimeError, in torch's words, where the tensor was modified in place; ShardedAccessError where its memory was released."""
-        if self.tensor._version != self.version:
+        if torch_compat.version(self.tensor) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at version {self.tensor._version}; expected "
+                f"{self.tensor.dtype} of shape {tuple(self.tensor.shape)} is at version {torch_compat.version(self.tensor)}; expected "
                 f"version {self.version}."
             )
         if self.tensor.layout is torch.strided and self.tensor.numel() and not self.tensor.untyped_storage().nbytes():

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from .torch_compat import tree_map_only
 
 from .dtypes import follows_precision
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
@@ -26,9 +25,11 @@ from ..memory.host_memory import limits
 from ..memory.ledger import Ledger
 from ..mesh.topology import Topology
 from ..offload.storage import Tiers
+from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..utils.tensor_tree import find_tensors
 from ..utils.torch_compat import without_fake_logs
+from ..utils.torch_compat import FakeTensorMode
 from .auto_wrap import partition
 from .parameter import ParamSpec
 from .rank_consistency import optimizer_groups
@@ -129,14 +130,14 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def keep(tensor: Tensor) -> Tensor:
-        storages.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage())
+        storages.setdefault(torch_compat.storage_id(tensor.untyped_storage()), tensor.untyped_storage())
         return tensor
 
     args, named = ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
     try:
         with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
             fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
-            own = {value.untyped_storage()._cdata for value in fake.values()}
+            own = {torch_compat.storage_id(value.untyped_storage()) for value in fake.values()}
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 output = torch.func.functional_call(model, fake, args, dict(named))
             nbytes = sum(storage.nbytes() for key, storage in storages.items() if key not in own)

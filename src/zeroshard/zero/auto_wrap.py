@@ -25,6 +25,7 @@ from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
 from ..tensor.distributed import distribution_of
 from ..tensor.tiled_parameter import Tile, Tiled, class_and_name, whole_name
+from ..utils import torch_compat
 from ..utils.dtypes import follows_precision, is_narrow
 from ..utils.torch_compat import original
 from .parameter import ParamSpec
@@ -55,7 +56,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     specs: dict[int, ParamSpec] = {}
     policy = Policy.of(model, config)
     for prefix, module in model.named_modules():
-        for attribute, param in module._parameters.items():
+        for attribute, param in torch_compat.own_parameters(module).items():
             if param is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -80,7 +81,7 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
 def check_lazy(model: nn.Module) -> None:
     """Raise ShardedAccessError for a parameter or buffer that gets its shape in the first forward, naming its module."""
     for prefix, module in model.named_modules():
-        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for attribute, tensor in (*torch_compat.own_parameters(module).items(), *torch_compat.own_buffers(module).items()):
             if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
                 where = f" of {prefix}" if prefix else ""
                 raise ShardedAccessError(
@@ -157,7 +158,7 @@ def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict
     unmatched, known = set(keys), {type(module).__name__ for module in model.modules()}
     for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
         known.add(prefix)
-        for attribute, param in module._parameters.items():
+        for attribute, param in torch_compat.own_parameters(module).items():
             name = f"{prefix}.{attribute}" if prefix else attribute
             name = whole_name(name) if isinstance(module, Tile) else name
             known.add(name)
@@ -183,7 +184,7 @@ def _matching(name: str, module: nn.Module, keys: Iterable[str]) -> list[str]:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether a module is a norm (of batches, of instances) with running statistics in fp32."""
-    mean = module._buffers.get("running_mean") if isinstance(module, nn.modules.batchnorm._NormBase) else None
+    mean = torch_compat.own_buffers(module).get("running_mean") if isinstance(module, torch_compat.NormBase) else None
     return mean is not None and mean.dtype == torch.float32
 
 
@@ -236,7 +237,7 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
     if units == "model":
         return []
     if units == "leaf":
-        return [(n, m) for n, m in named if any(p is not None for p in m._parameters.values())]
+        return [(n, m) for n, m in named if any(p is not None for p in torch_compat.own_parameters(m).values())]
     if units == "auto":
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
@@ -315,7 +316,7 @@ def _rest_units(
     root = UnitPlan("(root)", [model])
     for spec in rest:
         owners = [owner for owner, _ in spec.owners]
-        own_numel = sum(p.numel() for p in owners[0]._parameters.values() if p is not None)
+        own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
         alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
         if tiles or own_numel >= large_numel and alone:

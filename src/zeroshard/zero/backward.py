@@ -13,9 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-from torch.autograd import Variable
-
+from ..utils import torch_compat
 from .unit import Unit
 
 
@@ -49,7 +47,7 @@ class Backward:
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)
         self._end = weakref.ref(end)
-        Variable._execution_engine.queue_callback(end)
+        torch_compat.at_end_of_backward(end)
 
     @property
     def alive(self) -> bool:
@@ -61,7 +59,7 @@ class Backward:
 
         The second happens again with each reentrant checkpoint that uses the unit: its own backward brings all of them.
         """
-        tally, task = self._tallies[unit.number], torch._C._current_graph_task_id()
+        tally, task = self._tallies[unit.number], torch_compat.graph_task()
         if task != tally.task:
             tally.task = task
             tally.since_left.clear()

@@ -28,6 +28,7 @@ from ..memory.release import take_again
 from ..offload.gradient_offload import Departure, narrowed
 from ..offload.storage import Pending, Rest, Tiers
 from ..tensor.flat_layout import FlatLayout
+from ..utils import torch_compat
 
 _PATIENCE_S = 0.05  # without overlap: wait this long for a reduction before computing on
 
@@ -468,7 +469,7 @@ class GradientBuffer:
     @property
     def writes(self) -> int:
         """Another number whenever the user has written to the gradient."""
-        return self.full._version if self.replicated else self._stores
+        return torch_compat.version(self.full) if self.replicated else self._stores
 
     def land(self) -> None:
         """Return when the reduced shard is at rest."""

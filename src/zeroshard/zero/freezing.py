@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from ..errors import ModelChanged
+from ..utils import torch_compat
 from .unit import ParamGroup
 
 
@@ -32,7 +31,7 @@ class Freezing:
 
     def follow(self) -> None:
         """Let units and autograd go by `requires_grad` as it is now. Raises ModelChanged where that can not be."""
-        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             now = [param.requires_grad for param in self._params]
             if now != self._known:
                 self._change(now)

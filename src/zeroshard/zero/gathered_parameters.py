@@ -23,8 +23,9 @@ from ..comm.codec import exchange_values
 from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, ZeroshardError
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
+from ..utils import torch_compat
 from ..utils.torch_compat import exchange
-from .init_context import BirthHome
+from .init_context import BirthHome, whole_births
 from .parameter import ParamHome
 from .shard_model import write_value
 from .unit import Unit
@@ -44,7 +45,7 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
 
     Without either a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a running forward
     that takes gradients parameters stay as they are: operations compute with the gathered ones there, gradients included.
-    What is gathered already stays so, for reading.
+    What is gathered already stays so, for reading. Parameters that are made inside, under `zs.init`, are whole until its end.
     """
     module = isinstance(what, nn.Module)
     params = list(what.parameters()) if module else parameters_in(what)
@@ -53,15 +54,16 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
     gathering = Gathering(params, write=write, modifier_rank=modifier_rank)
     if module and not gathering.found:
         raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
-    gathering.open()
-    try:
-        yield what if isinstance(what, (nn.Module, Tensor)) else params
-    except BaseException:
+    with whole_births():
+        gathering.open()
+        try:
+            yield what if isinstance(what, (nn.Module, Tensor)) else params
+        except BaseException:
+            gathering.close()
+            raise
         gathering.close()
-        raise
-    gathering.close()
-    refuse(gathering.agree())
-    gathering.keep()
+        refuse(gathering.agree())
+        gathering.keep()
 
 
 def parameters_in(what: Any) -> list[Tensor]:
@@ -244,12 +246,12 @@ class _Whole:
         else:
             local = home.group.local(home.index)
             spec = home.group.specs[home.index]
-            if any(owner._parameters.get(attribute) is not self.param for owner, attribute in spec.owners):
+            if any(torch_compat.own_parameters(owner).get(attribute) is not self.param for owner, attribute in spec.owners):
                 self.problems.append("replaced")
             elif tuple(copy.shape) != spec.shape:
                 self.problems.append("resized")
             for owner, attribute in spec.owners:
-                owner._parameters[attribute] = self.param
+                torch_compat.own_parameters(owner)[attribute] = self.param
         if not self.problems and copy.grad is not None:
             self.problems.append("given a gradient")
         if not self.problems:
@@ -298,7 +300,7 @@ def _late_gradient(name: str, opened: list[bool]) -> Callable[[Tensor], None]:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else torch_compat.version(tensor)
 
 
 _REMEDIES = {

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
 from ..tensor.distributed import distribution_of
+from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
@@ -56,7 +57,7 @@ def detach(runtime: Runtime) -> None:
     for handle in runtime.handles:
         handle.remove()
     for module, compiled in runtime.compiled:
-        module._compiled_call_impl = compiled
+        torch_compat.set_compiled_call(module, compiled)
     runtime.model.__dict__.pop("zero_grad", None)
     for module in (runtime.model, *(module for unit in runtime.units for module in unit.modules)):
         module.__dict__.pop("__reduce_ex__", None)
@@ -148,10 +149,10 @@ _OF_TRANSFORMERS = {"resize_token_embeddings": _resize, "save_pretrained": _save
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:
-    compiled = module._compiled_call_impl
+    compiled = torch_compat.compiled_call(module)
     if compiled is not None:
         runtime.compiled.append((module, compiled))
-        module._compiled_call_impl = functools.partial(_around, runtime, unit, compiled)
+        torch_compat.set_compiled_call(module, functools.partial(_around, runtime, unit, compiled))
         return
 
     @torch.compiler.disable
@@ -201,11 +202,11 @@ class _CastBuffers:
         self._given: list[tuple[dict, str, torch.dtype]] = []
         wanted = []
         for module in model.modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in torch_compat.own_buffers(module).items():
                 dtype = dtypes.get(id(module), default)
                 if buffer is not None and dtype is not None and follows_precision(buffer.dtype):
-                    self._given.append((module._buffers, name, buffer.dtype))
-                    wanted.append((module._buffers, name, dtype))
+                    self._given.append((torch_compat.own_buffers(module), name, buffer.dtype))
+                    wanted.append((torch_compat.own_buffers(module), name, dtype))
         _cast_entries(wanted)
 
     def remove(self) -> None:

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._pytree import tree_map_only
 
 from ..comm import backend_select
 from ..comm.base import Comm
 from ..comm.process_group import talking_device
 from ..config import Config, Placement
-from ..errors import ShardedAccessError
+from ..errors import ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
+from ..utils import torch_compat
 from ..utils.dtypes import casts_to
 from ..utils.torch_compat import swap
 from .parameter import gather_flat
@@ -84,7 +86,20 @@ class BirthHome:
         return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        return NotImplemented
+        """While the model is made, on all ranks alike, what slices do not allow is computed of whole values (collective).
+
+        An initialisation reads what a parametrization computes, outside of zs.gathered too. Not where autograd would go on from it.
+        """
+        if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # clone: what full_tensor() asks for first
+            return NotImplemented
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except ShardedWriteError:
+            raise
+        except ShardedAccessError:
+            args, kwargs = tree_map_only(ShardedTensor, lambda tensor: tensor.detach().full_tensor(), (args, kwargs))
+            return func(*args, **kwargs)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`, of any shape and dtype: a sharded value is taken as it is, a whole one is cut."""
@@ -119,10 +134,10 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
     agree_on_values(comm, [(n, p) for n, p in params if not (p.is_meta or isinstance(p, _UNCUT))])
     cut: dict[int, nn.Parameter] = {}
     for each in module.modules():
-        for name, param in list(each._parameters.items()):
+        for name, param in list(torch_compat.own_parameters(each).items()):
             born = cut[id(param)] if id(param) in cut else _born(comm, each, name, param, None)
             if born is not None:
-                each._parameters[name] = cut[id(param)] = born
+                torch_compat.own_parameters(each)[name] = cut[id(param)] = born
 
 
 @contextlib.contextmanager
@@ -144,7 +159,12 @@ def init(
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        return _born(group, module, name, param, dtype) if threading.get_ident() == thread else None
+        if threading.get_ident() != thread:
+            return None
+        if _here.late is not None:
+            _here.late.append((group, module, name, dtype))
+            return None
+        return _born(group, module, name, param, dtype)
 
     if config.row.parameter is not Placement.SHARDED:
         yield
@@ -153,13 +173,60 @@ def init(
         if not _cuts:  # torch goes through its hooks while other threads register parameters: one for all of them
             _handles.append(register_module_parameter_registration_hook(_cut))
         _cuts.append(cut)
+    _here.inits += 1
     try:
         yield
     finally:
+        _here.inits -= 1
         with _open:
             _cuts.remove(cut)
             if not _cuts:
                 _handles.pop().remove()
+
+
+class _Here(threading.local):
+    """late: what this thread is to cut at the end of `whole_births`: (ranks, module, name, dtype); None outside of it.
+
+    inits: how many `init` contexts it is in.
+    """
+
+    inits = 0
+    late: list[tuple[Comm, nn.Module, str, torch.dtype | None]] | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def whole_births() -> Iterator[None]:
+    """Parameters that are registered inside are cut at its end (collective, where there are any): rank 0's values.
+
+    Inside of zs.gathered a program makes new parameters of gathered ones, and computes with both (torch.nn.utils.weight_norm).
+    """
+    if _here.late is not None:  # the outermost one cuts them
+        yield
+        return
+    _here.late = []
+    try:
+        yield
+        late = _here.late
+    finally:
+        _here.late = None
+    for comm in {id(each[0]): each[0] for each in late}.values():
+        _cut_late(comm, [each for each in late if each[0] is comm])
+
+
+def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | None]]) -> None:
+    there = [(m, n, m._parameters[n], dtype) for _, m, n, dtype in late if m._parameters.get(n) is not None]
+    whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)}
+    if whole:
+        agree_on_values(comm, list(whole.values()))
+    cut: dict[int, nn.Parameter | None] = {}
+    for module, name, param, dtype in there:
+        if id(param) not in cut:
+            cut[id(param)] = _born(comm, module, name, param, dtype)
+        if cut[id(param)] is not None:
+            module._parameters[name] = cut[id(param)]
 
 
 _open = threading.Lock()
@@ -179,9 +246,9 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> list[str]:
     """Give meta buffers memory; the names of those whose values are now undefined."""
     names = []
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in torch_compat.own_buffers(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+                torch_compat.own_buffers(module)[name] = torch.empty_like(buffer, device=device)
                 names.append(f"{prefix}.{name}" if prefix else name)
     return names
 
@@ -239,7 +306,7 @@ def _init_weights(model: nn.Module, everywhere: bool, undefined: set[str]) -> se
 
 def _writes(buffer: Tensor) -> int:
     """How often it has been written in place, where torch counts that."""
-    return 0 if buffer.is_inference() else buffer._version
+    return 0 if buffer.is_inference() else torch_compat.version(buffer)
 
 
 def _refusal(missing: list[str], parameters: bool) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..offload.storage import Rest
 from ..tensor.flat_layout import ALIGNMENT, round_up
+from ..utils import torch_compat
 
 
 class Masters:
@@ -60,11 +61,11 @@ class Masters:
         if self.group.unit.pinned:  # inside zs.gathered parameters count other writes
             return []
         pairs = zip(self.group.params, self.versions, strict=False)  # of sharded ones no versions are kept
-        return [index for index, (param, version) in enumerate(pairs) if param._version != version]
+        return [index for index, (param, version) in enumerate(pairs) if torch_compat.version(param) != version]
 
     def seen(self, index: int) -> None:
         """A parameter was written: its master is to follow."""
-        self.versions[index] = self.group.params[index]._version
+        self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.add(index)
 
     def outdated(self) -> bool:
@@ -84,5 +85,5 @@ class Masters:
     def written(self, index: int) -> None:
         """A parameter and its master have been written alike."""
         if self.versions:
-            self.versions[index] = self.group.params[index]._version
+            self.versions[index] = torch_compat.version(self.group.params[index])
         self.dirty.discard(index)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..comm.base import Comm
 from ..errors import ModelChanged, ModelMismatch
+from ..utils import torch_compat
 from .unit import ParamGroup
 
 
@@ -33,7 +34,7 @@ class ModelWatch:
         gathered: inside `zs.gathered`, where other tensors stand in their places. thoroughly: see also one that stands in the place
             of another, which units notice when they are used; milliseconds.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             dtypes = [param.dtype for param, _ in self._params]
         if dtypes != self._dtypes:
             self._complain_dtype()
@@ -64,8 +65,9 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
-        self._children = [(module._modules, dict(module._modules)) for module in modules if module._modules]
-        self._params = [module._parameters for module in modules]
+        tables = map(torch_compat.own_modules, modules)
+        self._children = [(table, dict(table)) for table in tables if table]
+        self._params = [torch_compat.own_parameters(module) for module in modules]
         self._counts = [*map(len, self._params)]
         absent = [(params, name) for params in self._params for name, param in params.items() if param is None]
         self._absent = [params for params, _ in absent], [name for _, name in absent]

@@ -28,6 +28,7 @@ from ..offload.moved_states import MovedStates
 from ..offload.storage import Tiers
 from ..tensor.sharded_tensor import ShardedTensor, clear_local_grad, local_grad
 from ..tensor.tiled_parameter import Tile
+from ..utils import torch_compat
 from ..utils.autograd import Marked, ended, in_backward, leads_to_all, memory_of, next_node, running_forward, transforming
 from ..utils.tensor_tree import Exchanged, cast_floating, caster, find_tensors, map_tensors
 from .attendance import Attendance
@@ -316,7 +317,7 @@ class Runtime:
         for tensor in tensors if training else ():
             if tensor.grad_fn is not None:
                 tensor.register_hook(arrived)
-                base = tensor._base
+                base = torch_compat.base(tensor)
                 if base is not None and base.grad_fn is not None:
                     base.grad_fn.register_prehook(arrived)  # a view's hook is lost if the view is modified in place
         if not views and unit.referred and not (training and leads_to_all(first_node, tensors)):

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import ShardedAccessError
+from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.saved_tensors import Outer, Packed, Saved, restore
+from ..utils.torch_compat import is_traceable_wrapper_subclass
 from .unit import ParamGroup, Unit
 
 
@@ -99,7 +100,7 @@ class SavedParameters:
     def group_of(self, tensor: Tensor) -> ParamGroup | None:
         """Whose gathered memory a tensor has."""
         try:
-            return self._groups.get(tensor.untyped_storage()._cdata)
+            return self._groups.get(torch_compat.storage_id(tensor.untyped_storage()))
         except RuntimeError:  # of a layout, or a transform of torch.func, without memory of its own
             return None
 

@@ -27,6 +27,7 @@ from ..offload.storage import Tiers
 from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
+from ..utils import torch_compat
 from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
@@ -399,7 +400,7 @@ class Builder:
             adopt(group, index, fresh)
             group.params.append(fresh)
             group.compute.append(fresh)
-            group.masters.versions.append(fresh._version)
+            group.masters.versions.append(torch_compat.version(fresh))
             return
         facade = ShardedParameter(
             None if group.values.staged else group.local(index), spec.shape, group.homes[index], original.requires_grad,
@@ -429,7 +430,7 @@ class Builder:
         if swap(original, new):
             return new
         for owner, attribute in spec.owners:
-            owner._parameters[attribute] = new
+            torch_compat.own_parameters(owner)[attribute] = new
         self.replaced[id(original)] = new
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ShardedAccessError
 from ..tensor.sharded_tensor import RangeHome, ShardedTensor
+from ..utils import torch_compat
 from .parameter import ParamSpec
 
 
@@ -70,12 +71,12 @@ class Origin:
         """local: this rank's slice. While the parameter holds that, it is a copy of what lay there."""
         self._storage = StorageWeakRef(whole.untyped_storage())
         self.extent = extent_in_storage(whole)
-        self.slice = local.untyped_storage()._cdata
+        self.slice = torch_compat.storage_id(local.untyped_storage())
 
 
 def extent_in_storage(tensor: Tensor) -> Extent:
     """Of a whole tensor, on the meta device as well."""
-    return _extent(("storage", tensor.untyped_storage()._cdata), tensor.storage_offset() * tensor.itemsize, tensor)
+    return _extent(("storage", torch_compat.storage_id(tensor.untyped_storage())), tensor.storage_offset() * tensor.itemsize, tensor)
 
 
 def _extents(tensor: Tensor) -> Iterator[Extent]:
@@ -88,7 +89,7 @@ def _extents(tensor: Tensor) -> Iterator[Extent]:
             yield _extent(tensor.device, tensor.data_ptr(), tensor)
         return
     home: Any = tensor._home
-    held = tensor._held.untyped_storage()._cdata
+    held = torch_compat.storage_id(tensor._held.untyped_storage())
     start = home.offset if isinstance(home, RangeHome) else 0
     yield Extent(("slices", held), start, ((tensor.numel(), 1),))
     origin = getattr(home, "origin", None)

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..comm.base import Comm, Work
 from ..config import Offload
@@ -33,8 +32,10 @@ from ..tensor.flat_layout import FlatLayout
 from ..tensor.released_parameter import AwayParameter, ReleasedParameter
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor, set_data
 from ..tensor.tiled_parameter import Tile
+from ..utils import torch_compat
 from ..utils.autograd import memory_of
 from ..utils.torch_compat import references
+from ..utils.torch_compat import tree_map_only
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
 from .parameter import ParamHome, ParamSpec
@@ -172,9 +173,9 @@ class ParamGroup:
         if self.values.sharded:
             self.unit.writes += 1
         else:
-            before = [param._version for param in self.params]
+            before = [torch_compat.version(param) for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            steps = [param._version - seen for param, seen in zip(self.params, before, strict=True)]  # fakes share a count
+            steps = [torch_compat.version(param) - seen for param, seen in zip(self.params, before, strict=True)]  # fakes share a count
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
@@ -291,13 +292,13 @@ class Unit:
         self.expect()
         self._works: list[Work] = []
         self._places = [
-            (owner._parameters, attribute, g.params, g.compute, i)
+            (torch_compat.own_parameters(owner), attribute, g.params, g.compute, i)
             for g in groups
             for i, spec in enumerate(g.specs)
             for owner, attribute in spec.owners
         ]
         self._distributed = [
-            (owner._parameters, attribute, spec.distribution)
+            (torch_compat.own_parameters(owner), attribute, spec.distribution)
             for group in groups
             for spec in group.specs
             for owner, attribute in spec.owners
@@ -454,7 +455,7 @@ class Unit:
         """Put the compute parameters into the modules. Raises ModelChanged where the user replaced one."""
         if self.swapped or not self.sharded:
             return
-        with torch._C.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
+        with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             for parameters, attribute, params, compute, i in self._places:
                 if parameters.get(attribute) is not params[i]:
                     self.swapped = True  # those before it are
@@ -499,7 +500,7 @@ class Unit:
         self._shown = []
 
     def _versions(self) -> list[int]:
-        return [param._version for group in self.gathered for param in group.compute]
+        return [torch_compat.version(param) for group in self.gathered for param in group.compute]
 
     def check_unwritten(self) -> None:
         """At the end of a forward: raise ShardedWriteError where it has written one of its parameters in place."""
@@ -525,7 +526,7 @@ class Unit:
             begin += len(group.compute) if group.values.sharded else 0
             for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
                 if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
-                    seen[place] += seen[place] + 1 == param._version  # and nothing else has written
+                    seen[place] += seen[place] + 1 == torch_compat.version(param)  # and nothing else has written
 
     def as_computed(self, tree: Any) -> Any:
         """Nested arguments of an operation, with this unit's compute parameters in place of its sharded ones."""

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...errors import CheckpointError
 from ...io.tensor_reader import Stored, StoredTensor, Stretch
+from ...utils import torch_compat
+from ...utils.torch_compat import FakeTensorMode
 from ..dcp import Window
 from ..source import Untrusted
 
@@ -122,7 +123,7 @@ def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTens
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{path}: a tensor {tuple(tensor.shape)} is {tensor.layout} or quantised; expected dense tensors.")
     shape, size = tuple(tensor.shape), tensor.dtype.itemsize
-    at = base + (tensor.untyped_storage()._checkpoint_offset or 0) + tensor.storage_offset() * size
+    at = base + (torch_compat.checkpoint_offset(tensor.untyped_storage()) or 0) + tensor.storage_offset() * size
     if tensor.is_contiguous():
         return StoredTensor(path, at, tensor.numel() * size, tensor.dtype, shape)
     extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True))

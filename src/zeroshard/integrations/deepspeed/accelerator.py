@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...memory.host_memory import available_nbytes
+from ...utils import torch_compat
 
 SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _TENSORS = {
@@ -193,7 +194,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
 
     def is_fp16_supported(self) -> bool:
         """Whether this CPU has instructions for it. Training in fp16 works without them too, slowly."""
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+        return torch_compat.fp16_on_cpu()
 
     def is_triton_supported(self) -> bool:
         return False
@@ -275,7 +276,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return torch.cuda.nvtx.range_pop()
 
     def lazy_call(self, callback: Any) -> Any:
-        return torch.cuda._lazy_call(callback)
+        return torch_compat.call_when_cuda_starts(callback)
 
     def is_current_stream_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ... import api
 from ...errors import ZeroshardError
 from ...optim.offload_states import offload_states, reload_states
+from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
@@ -113,7 +114,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
+            module = torch_compat.early_modules(self).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -144,7 +145,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         return self.dp_world_size if self._config.gradient_allreduce_op == "sum" else 1
 
     def _scale_unless_scaled(self, grad: Tensor) -> Tensor | None:
-        return None if torch._C._current_graph_task_id() in _scaled else grad * self._gradient_factor()
+        return None if torch_compat.graph_task() in _scaled else grad * self._gradient_factor()
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """The loss times the loss scale, for a `backward()` of one's own. Its gradients are not scaled twice.
@@ -167,7 +168,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         tasks: list[int] = []
 
         def mark(grad: Tensor) -> Tensor:
-            tasks.append(torch._C._current_graph_task_id())
+            tasks.append(torch_compat.graph_task())
             _scaled.add(tasks[-1])
             return grad * self._ranks_summed()
 

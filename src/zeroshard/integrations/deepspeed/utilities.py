@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...utils import torch_compat
 from . import communication as dist
 from .accelerator import CPU_Accelerator, get_accelerator
 from .stand_ins import NotSupported
@@ -246,18 +247,14 @@ def maybe_loss_for_backward(value: Any) -> bool:
 
 def check_internal_apis_for_count_used_parameters() -> bool:
     """Whether torch tells which nodes a running backward will execute."""
-    needed = hasattr(torch.autograd.graph, "_get_grad_fn_or_grad_acc")
-    return needed and all(hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node"))
+    return torch_compat.tells_nodes_to_run()
 
 
 def count_used_parameters_in_backward(parameters: Iterable[Tensor]) -> int:
     """How many of these get a gradient in the backward that is running. Raises RuntimeError outside of one."""
-    if torch._C._current_graph_task_id() == -1:
+    if torch_compat.graph_task() == -1:
         raise RuntimeError("count_used_parameters_in_backward: must be called during backward execution, from a gradient hook")
-    with torch.enable_grad():
-        wanted = [p for p in parameters if isinstance(p, Tensor) and p.requires_grad]
-        nodes = {torch.autograd.graph._get_grad_fn_or_grad_acc(p) for p in wanted}
-    return sum(torch._C._will_engine_execute_node(node) for node in nodes - {None})
+    return torch_compat.nodes_to_run([p for p in parameters if isinstance(p, Tensor) and p.requires_grad])
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
