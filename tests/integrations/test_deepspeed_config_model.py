@@ -5,6 +5,7 @@ import pytest
 pydantic = pytest.importorskip("pydantic")
 
 from zeroshard.deepspeed.runtime.config_utils import DeepSpeedConfigModel  # noqa: E402
+from zeroshard.integrations.deepspeed import sections  # noqa: E402
 
 
 class Section(DeepSpeedConfigModel):
@@ -40,6 +41,14 @@ def test_what_does_not_fit_is_refused(given):
     mine = Mine()
     with pytest.raises(pydantic.ValidationError):
         mine.size = "DS"
+
+
+def test_typed_sections_raise_what_programs_catch(monkeypatch):
+    with pytest.raises(pydantic.ValidationError, match="fp16.loss_scale: expected a finite number of at least 0.*got -1"):
+        sections.DeepSpeedFP16Config(loss_scale=-1)
+    monkeypatch.setattr(sections, "ValidationError", type("ValidationError", (ValueError,), {}))  # as where pydantic is not installed
+    with pytest.raises(sections.ValidationError, match="^fp16.min_loss_scale: expected a number above 0"):
+        sections.DeepSpeedFP16Config(enabled=True, min_loss_scale=0)
 
 
 def test_auto_where_it_is_a_value():

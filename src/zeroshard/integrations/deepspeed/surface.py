@@ -148,7 +148,9 @@ _TABLE = {
     "runtime.zero.stage3":
         "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
-    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+    "runtime.zero.linear":
+        "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd "
+        "zero3_linear_wrap",
     "runtime.zero.tiling": "linears: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",
