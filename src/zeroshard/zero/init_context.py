@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils._pytree import tree_map_only
 
 from ..comm import backend_select
 from ..comm.base import Comm
@@ -31,7 +30,7 @@ from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
-from ..utils.torch_compat import swap
+from ..utils.torch_compat import own_parameters, swap, tree_map_only
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shared_storage import Origin
@@ -93,7 +92,7 @@ class BirthHome:
         if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # clone: what full_tensor() asks for first
             return NotImplemented
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_compat.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         except ShardedWriteError:
             raise
@@ -217,7 +216,7 @@ def whole_births() -> Iterator[None]:
 
 
 def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | None]]) -> None:
-    there = [(m, n, m._parameters[n], dtype) for _, m, n, dtype in late if m._parameters.get(n) is not None]
+    there = [(m, n, own_parameters(m)[n], dtype) for _, m, n, dtype in late if own_parameters(m).get(n) is not None]
     whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)}
     if whole:
         agree_on_values(comm, list(whole.values()))
@@ -226,7 +225,7 @@ def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | N
         if id(param) not in cut:
             cut[id(param)] = _born(comm, module, name, param, dtype)
         if cut[id(param)] is not None:
-            module._parameters[name] = cut[id(param)]
+            own_parameters(module)[name] = cut[id(param)]
 
 
 _open = threading.Lock()
