@@ -17,6 +17,7 @@ from .api import (
     close,
     full_gradients,
     full_optimizer_state,
+    full_optimizer_state_dict,
     full_state_dict,
     shard,
 )
@@ -67,6 +68,7 @@ from .tiling.tile import tile
 from .version import __version__
 from .zero.gathered_parameters import gathered
 from .zero.init_context import init
+from .zero.method_forward import register_forward
 
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
@@ -94,8 +96,8 @@ __all__ = [
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ThreadsMet", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
-    "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_state_dict",
-    "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "reload_states",
-    "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
+    "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
+    "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states",
+    "register_forward", "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
     "tiled_cross_entropy", "value_of", "whole_matrix",
 ]  # fmt: skip

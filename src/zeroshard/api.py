@@ -30,23 +30,24 @@ from .mesh.axes import Axes, axes_of, model_axes
 from .mesh.topology import Topology
 from .optim.parameter_access import whole_states
 from .optim.sharded_optimizer import OptimizerCore, ShardedOptimizer, shard_optimizer
-from .optim.validation import check_elementwise, check_parameters, check_steps_itself
+from .optim.validation import check_elementwise, check_hooks, check_parameters, check_steps_itself
 from .optim.whole_matrix import check_whole
 from .tensor import distributed
 from .tensor.attributes import attributes_of
 from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .utils import torch_compat
-from .utils.torch_compat import FakeTensor
+from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
-from .zero.shard_model import Builder, carry_hooks, open_tiers, swap
+from .zero.shard_model import Builder, open_tiers
 from .zero.shared_storage import check_sharing
 from .zero.unit import ParamGroup, Phase
+from .zero.user_hooks import give_back
 
 
 def shard(
@@ -117,6 +118,7 @@ def _shard(
         check_steps_itself(optimizer)
         check_whole(optimizer, specs, config.delayed_update is not None)
         check_parameters(optimizer, {id(s.original) for s in specs})
+    check_hooks(optimizer, specs)
     device = _device_of(specs)
     group, peers, world = axes.open(device, config.stall_timeout_s)
     if auto is not None:
@@ -267,8 +269,8 @@ def _build(
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     """Make a sharded model an ordinary one again, with whole parameters, and free everything (collective).
 
-    Parameters come back in the dtype they were given in (from fp32 masters where there are any). The optimizer
-    can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
+    Parameters come back in the dtype they were given in (from fp32 masters where there are any; frozen ones have no masters
+    and stay rounded to the precision, but for those that `dtypes` names). The optimizer can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
     are removed, and the model can not be used any more either. After the failure of a disk or of a peer there are no whole
     values to come back: files are removed, and the error is raised again.
     """
@@ -310,6 +312,7 @@ def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
     runtime.closed = True
     runtime.comm.exchange(b"", "zs.close")
     runtime.topology.release()
+    runtime.end_answering()
     if restore:
         del model.__dict__["_zeroshard"]  # else: its hooks refuse
     runtime.units, runtime.groups = [], []
@@ -354,11 +357,13 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     value = value.to(spec.given_dtype)
     if not group.values.sharded:
         set_data(param, value)
+        give_back(param)
         if type(param) is ReplicatedParameter:
             param.__class__ = nn.Parameter
         param.__dict__.pop("_home", None)
         return
     compute = group.compute[index]
+    give_back(compute)
     compute.data = value
     compute.requires_grad_(param.requires_grad)  # as the user has it
     compute.__dict__.update(attributes_of(param))
@@ -479,14 +484,41 @@ def _cloned(value: Any) -> Any:
 
 def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """The optimizer's state of every parameter by its name in `model.named_parameters()`, tensors whole, on every rank (collective)."""
+    return {spec.name: states for spec, _, states in _whole_optimizer_states(model, "zs.full_optimizer_state")}
+
+
+def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
+    """The optimizer's state dict in torch's own form, whole and on the host, for rank 0; {} on the others (collective).
+
+        state = zs.full_optimizer_state_dict(model)     # on all ranks
+        if rank == 0:
+            torch.save({"optimizer": state, ...}, path)
+
+    It is what `optimizer.state_dict()` is in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ...,
+    "params": [numbers]}]}, numbers in the order of the groups. A plain optimizer of the same groups takes it by `load_state_dict`, and so does
+    a sharded one, at any stage and number of ranks; give it to every rank there. States of one parameter are gathered at a time.
+
+    Args:
+        every_rank: give it to every rank, each of which then holds all states.
+    """
+    runtime, states = runtime_of(model), {}
+    wanted = every_rank or runtime.world.rank == runtime.topology.stages[runtime.topology.stage][0]
+    for _, param, found in _whole_optimizer_states(model, "zs.full_optimizer_state_dict"):
+        if wanted and found:  # copies: torch counts a step in place, and parameters may share the number
+            states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
+    outer = _core(runtime).outer
+    params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()  # hooks of the user's run on all ranks
+    return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
+
+
+def _whole_optimizer_states(model: nn.Module, verb: str) -> Iterator[tuple[ParamSpec, nn.Parameter, dict[str, Any]]]:
+    """Each trained parameter with its optimizer states, whole (collective)."""
     runtime = runtime_of(model)
-    runtime.attendance.refuse("zs.full_optimizer_state")
-    core = _core(runtime)
-    states, result = core.state_by_param(), {}
+    runtime.attendance.refuse(verb)
+    states = _core(runtime).state_by_param()
     for group, index, spec in ((g, i, s) for g in runtime.groups if g.trainable for i, s in enumerate(g.specs)):
         found = whole_states(group, index, states.get(group.params[index], {}))
-        result[spec.name] = {key: spec.complete(value) if _is_shaped(value, spec.shape) else value for key, value in found.items()}
-    return result
+        yield spec, group.params[index], {k: spec.complete(v) if _is_shaped(v, spec.shape) else v for k, v in found.items()}
 
 
 def _is_shaped(value: Any, shape: tuple[int, ...]) -> bool:

@@ -87,6 +87,7 @@ _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
 _WHOLE = _Kind("a whole number", _is_whole)
 _POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
+_SKIPS = _Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (_is_whole(value) and value >= 1))
 _COUNT = _Kind("a whole number of at least 0", lambda value: _is_count(value))
 _BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
 _MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
@@ -232,13 +233,16 @@ _CONFIG_KINDS = {
     "stall_timeout_s": _SECONDS,
     **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
     **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
+    **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _BOUND),
     **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
     "consecutive_hysteresis": _BOOL,
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
     "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
     "loss_scale": _Kind("'dynamic' or a number above 0", lambda value: value == "dynamic" or _is_scale(value)),
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale"), _Kind("a number above 0", _is_scale)),
-    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis", "max_skipped_steps"), _POSITIVE),
+    **dict.fromkeys(("loss_scale_window", "loss_scale_hysteresis"), _POSITIVE),
+    "max_skipped_steps": _SKIPS,
+    **dict.fromkeys(("skip_nonfinite", "hold_schedulers"), _BOOL),
     **dict.fromkeys(("shard_size", "mics_shard_size", "zero_hpz_partition_size"), _POSITIVE),
     **dict.fromkeys(("hierarchical", "replicate_optimizer"), _BOOL),
     "offload_path": _FOLDER,
@@ -344,7 +348,8 @@ class Config:
     "zero-infinity" (which needs offload_path).
 
     stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16".
+    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
+                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
     units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
                       (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
                       or a function (name, module) -> bool.
@@ -358,7 +363,9 @@ class Config:
     master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
     dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
                       Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them.
+                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
+                      means no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
+                      keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
     cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
                       (rotary tables need fp32; a table that is added to activations must be cast).
     loss_scale:       fp16: "dynamic" or a fixed number above 0.
@@ -367,7 +374,9 @@ class Config:
     loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by this many-th overflow, and by each from there on;
                       counting begins again when the scale doubles, with consecutive_hysteresis after every good step.
     min_loss_scale:   fp16: the dynamic scale is not halved below it.
-    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis.
+    skip_nonfinite:   a step whose gradients are not finite is skipped, on all ranks; False: taken, as plain torch takes it (not in fp16).
+    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis; inf: never.
+    hold_schedulers:  schedulers of torch stand still after a skipped step, whoever calls them.
     map_shared:       ranks on one CPU host read each other's shards in place of copying them.
     keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
         on disk it is told to give large blocks back at once.
@@ -379,6 +388,9 @@ class Config:
     delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
                       beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
                       section 4.3; 40 in the paper).
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2, and need
+                      no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
     max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
                       gathered in between; 0: none.
     prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
@@ -419,7 +431,9 @@ class Config:
     loss_scale_hysteresis: int = 1
     consecutive_hysteresis: bool = False
     min_loss_scale: float = 2.0**-14
-    max_skipped_steps: int = 50
+    skip_nonfinite: bool = True
+    max_skipped_steps: float = 50
+    hold_schedulers: bool = True
     map_shared: bool = True
     keep_host_memory: bool = True
     offload_optimizer: Offload | str | Mapping | None = None
@@ -427,6 +441,8 @@ class Config:
     offload_param: Offload | str | Mapping | None = None
     offload_path: str | None = None
     delayed_update: int | None = None
+    param_persistence_threshold: float = 0
+    model_persistence_threshold: float = math.inf
     max_live_parameters: int = 0
     prefetch_bucket_size: int | None = None
     shard_size: int | None = None

@@ -24,7 +24,7 @@ from zeroshard.bench.overlap import Overlap, Recorder, covered, union
 from zeroshard.bench.plan import Contender, Rounds, Workload
 from zeroshard.bench.race import Outcome
 from zeroshard.cli.arguments import UsageError
-from zeroshard.io.async_file import MEMORY_FILESYSTEMS, filesystem_of
+from zeroshard.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from zeroshard.models.gpt import GPT, GPTConfig
 from zeroshard.zero.runtime import runtime_of
 

@@ -273,14 +273,53 @@ def test_b11_extras_of_each_rank_come_back_or_are_refused_by_name(tmp_path):
             found = zs.load(tmp_path, model, optimizer)
             assert position.samples == 0 and "position" not in found.extra
         assert found.extra["epoch"] == 3 and torch.equal(found.extra["tensor"], torch.arange(3))
-        for given, words in (({"nothing": None}, "nothing not in"), ({"epoch": 4}, "expected an object with load_state_dict, or None")):
-            with pytest.raises(zs.ConfigError, match=words):
-                zs.load(tmp_path, model, optimizer, extra=given)
+        assert zs.load(tmp_path, model, optimizer, extra={"epoch": 4, "tensor": torch.zeros(1)}).extra["epoch"] == 3
+        with pytest.raises(zs.ConfigError, match="nothing not in"):
+            zs.load(tmp_path, model, optimizer, extra={"nothing": None})
         zs.close(model)
 
     run_threads(3, save_it)
     run_threads(3, load_it, 3)
     run_threads(2, load_it, 2)
+
+
+class Told:
+    """Tells a state and does not take one."""
+
+    def state_dict(self) -> dict:
+        return {"seen": 7}
+
+
+def test_what_could_not_get_its_state_back_is_refused_before_anything_changes(tmp_path):
+    model, optimizer = build("tied")
+    schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+    zs.save(tmp_path, model, optimizer, extra={"told": Told(), "schedulers": [each.state_dict() for each in schedulers]})
+    before = snapshot(model, optimizer)
+    for name, given, words in (("told", Told(), "Told has a state_dict and no load"), ("schedulers", schedulers, "give the ConstantLR in it a name")):
+        with pytest.raises(zs.ConfigError, match=words):
+            zs.load(tmp_path, model, optimizer, extra={name: given})
+        assert_equal(snapshot(model, optimizer), before)
+    assert zs.load(tmp_path, model, optimizer, extra={"told": None}).extra["told"] == {"seen": 7}  # the remedies
+    zs.save(tmp_path, model, optimizer, step=1, extra={"first": schedulers[0]})
+    zs.load(tmp_path, model, optimizer, extra={"first": schedulers[0]})
+    zs.close(model)
+
+
+def test_the_first_example_of_the_documentation_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+
+    def rank_run(rank: int) -> None:
+        model, optimizer = build("tied")
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        sampler = zs.ShardedSampler(12, rank=rank, world_size=2)
+        told = {"zs": zs, "model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+        exec(example, told)
+        assert told["epoch"] == 3 and told["found"].extra["scheduler"] == scheduler.state_dict()
+        zs.close(model)
+
+    run_threads(2, rank_run)
 
 
 def test_names_of_extras_that_would_be_taken_for_one_another_are_refused(tmp_path):

@@ -160,7 +160,7 @@ def test_gradients_and_states_are_refused_with_their_remedy(tmp_path, stage):
         model, optimizer = trained(base, stage=stage)
         grads = {name: param.grad for name, param in model.named_parameters()}
         states = {name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters()}
-        for tensors, remedy in ((grads, "zs.full_gradients"), (states, "zs.full_optimizer_state")):
+        for tensors, remedy in ((grads, "zs.full_gradients"), (states, "zs.full_optimizer_state_dict")):
             saves = (
                 lambda: safetensors.torch.save_file(tensors, tmp_path / "file"),  # noqa: B023
                 lambda: torch.save(tensors, io.BytesIO()),  # noqa: B023

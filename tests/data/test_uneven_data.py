@@ -261,6 +261,7 @@ REFUSED: dict[str, Callable[[nn.Module, Any], object]] = {
     "zs.full_state_dict": lambda model, _: zs.full_state_dict(model),
     "zs.full_gradients": lambda model, _: zs.full_gradients(model),
     "zs.full_optimizer_state": lambda model, _: zs.full_optimizer_state(model),
+    "zs.full_optimizer_state_dict": lambda model, _: zs.full_optimizer_state_dict(model),
     "zs.gathered": lambda model, _: zs.gathered(model).__enter__(),
     "zs.close": lambda model, _: zs.close(model),
     "zs.save": lambda model, optimizer: zs.save("nowhere", model, optimizer),

@@ -14,6 +14,7 @@ from torch import nn
 from zoo import Stack, adamw, run_threads, same, seeded, square
 
 import zeroshard as zs
+import zeroshard.deepspeed as deepspeed
 from zeroshard.integrations.deepspeed import partition
 from zeroshard.integrations.deepspeed.accelerator import get_accelerator
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, ZeroParamStatus, ZeroParamType
@@ -21,7 +22,7 @@ from zeroshard.launch import run_processes
 
 BASE = seeded(Stack)
 ONES = (torch.ones(2, 7),)
-STAGE3 = {"zero_optimization": {"stage": 3}, "train_batch_size": 2}
+STAGE3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "train_batch_size": 2}
 one_at_a_time = threading.Lock()  # ranks share torch's generator
 
 
@@ -338,3 +339,50 @@ def test_below_stage_3_parameters_have_none_of_it(stage):
         assert not hasattr(torch.ones(1), "ds_id")
 
     run_threads(2, run)
+
+
+# -- parameters that persist: small ones, whole at rest ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_born", [False, True])
+def test_small_parameters_persist(is_born):
+    """Up to 100,000 elements by default; here up to 15, which are the biases."""
+    section = {"stage": 3, "stage3_param_persistence_threshold": 15}
+    config = {"zero_optimization": section, "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+
+    def run(rank):
+        model = born(config_dict_or_path=config) if is_born else copy.deepcopy(BASE)
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        for name, param in model.named_parameters():
+            small = param.numel() <= 15
+            assert (param.ds_persist, param.ds_status) == (small, ZeroParamStatus.AVAILABLE if small else ZeroParamStatus.NOT_AVAILABLE)
+            assert param.ds_numel == param.numel() and param.ds_summary()["persist"] == small
+            assert param.ds_tensor.numel() <= param.numel()
+            if small:
+                same(param.data, BASE.get_parameter(name).data, name, 0.0)
+                same(copy.deepcopy(param), BASE.get_parameter(name), name, 0.0)
+        assert sum(p.ds_tensor.numel() for p in model.parameters()) < 0.7 * sum(p.numel() for p in model.parameters())
+        with GatheredParameters(list(model.parameters())):
+            for name, param in model.named_parameters():
+                same(param.data, BASE.get_parameter(name).data, name, 0.0)
+        with GatheredParameters([model.first.bias, model.first.weight], modifier_rank=1), torch.no_grad():
+            if rank == 1:
+                model.first.bias.fill_(0.5)
+                model.first.weight.zero_()
+        assert bool((model.first.bias == 0.5).all())
+        engine.backward(square(engine, ONES))
+        engine.step()
+        return zs.full_state_dict(model)
+
+    first, second = run_threads(2, run)
+    expected = copy.deepcopy(BASE)
+    with torch.no_grad():
+        expected.first.bias.fill_(0.5)
+        expected.first.weight.zero_()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.01, weight_decay=0.0)
+    square(expected, ONES).backward()
+    torch.nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
+    optimizer.step()
+    for name, value in expected.state_dict().items():
+        same(first[name], value, name, 1e-6)
+        same(second[name], value, name, 1e-6)

@@ -3,6 +3,8 @@
 import base64
 import copy
 import json
+import math
+import sys
 
 import pytest
 import torch
@@ -163,7 +165,10 @@ def test_deprecated_keys_are_forwarded():
     assert isinstance(zero.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig) and zero.offload_optimizer.device == "cpu"
     assert zero.offload_param.device == "cpu" and zero.gather_16bit_weights_on_model_save
     assert len(config.notes) == 3 and all("deprecated" in note for note in config.notes)
-    assert DeepSpeedZeroConfig(cpu_offload=False).offload_optimizer is None
+    off = read(zero_optimization={"stage": 3, "cpu_offload": False, "cpu_offload_param": False, "cpu_offload_use_pin_memory": False,
+        "stage3_gather_fp16_weights_on_model_save": False})
+    assert off.notes == [] and off.zero_config.offload_optimizer is None and off.zero_config.offload_param is None
+    assert not off.zero_config.gather_16bit_weights_on_model_save
     with pytest.raises(AssertionError, match="cpu_offload is the old name of offload_optimizer"):
         DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "cpu"})
     assert read(zero_optimization=True).zero_optimization_stage == 1
@@ -274,7 +279,8 @@ def test_functions_that_read_one_section():
 
 
 def test_what_is_not_said_is_left_to_zeroshard():
-    said = {"stage": 0, "precision": "fp32", "gradient_dtype": torch.float32}
+    as_deepspeed = {"skip_nonfinite": False, "max_skipped_steps": math.inf, "hold_schedulers": False}
+    said = {"stage": 0, "precision": "fp32", "gradient_dtype": torch.float32, **as_deepspeed}
     assert shard_options(read()) == {**said, "max_grad_norm": 1.0}
     assert shard_options(read(gradient_clipping=0)) == said
 
@@ -296,12 +302,13 @@ def test_the_options_of_shard():
         data_types={"grad_accum_dtype": "fp16"},
     ))  # fmt: skip
     assert options == {
+        "skip_nonfinite": True, "max_skipped_steps": math.inf, "hold_schedulers": False,
         "stage": 3, "precision": "fp16", "max_grad_norm": 1.0, "reduce_dtype": torch.float32, "gradient_dtype": torch.float16,
         "offload_optimizer": {"device": "nvme", "path": "/fast", "pin_memory": True, "ratio": 0.5},
         "offload_param": {"device": "nvme", "path": "/fast", "pin_memory": False},
         "max_live_parameters": 100_000, "prefetch_bucket_size": 10, "loss_scale": "dynamic", "initial_loss_scale": 16.0,
         "loss_scale_window": 1000, "loss_scale_delay": 1, "loss_scale_hysteresis": 3, "consecutive_hysteresis": False,
-        "min_loss_scale": 1.0,
+        "min_loss_scale": 1.0, "param_persistence_threshold": 100_000, "model_persistence_threshold": sys.maxsize,
     }  # fmt: skip
     assert zs.Config(**options).offload_optimizer.path == "/fast"
     assert shard_options(read(fp16={"enabled": True}))["loss_scale_hysteresis"] == 1  # stage 0

@@ -44,7 +44,7 @@ def test_resume_equals_no_interruption(stage, tmp_path):
     def resumed(rank):
         engine, *_ = deepspeed.initialize(model=Net(), config=config((stage + 1) % 4, 2, 1, 0.05, **WARMUP))
         path, client_state = engine.load_checkpoint(tmp_path)
-        assert path.endswith("global_step1/mp_rank_00_model_states.pt")
+        assert path.endswith("global_step1/" + "zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt")
         assert client_state["epoch"] == 3 and torch.equal(client_state["rng"], torch.arange(3))
         assert (engine.global_steps, engine.global_samples) == (1, 4)
         steps(engine, rank, 2, data[1:])
@@ -218,9 +218,15 @@ def test_without_frozen_parameters(stage, other, tmp_path):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     frozen = {"frozen.weight", "frozen.bias"}
     for folder, there in ((tmp_path / "whole", set(TIED)), (tmp_path / "trained", set(TIED) - frozen)):
-        described = torch.load(folder / "global_step1" / "mp_rank_00_model_states.pt")
-        assert described["module"].keys() == there and all(value.is_meta for value in described["module"].values())
-        assert zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder).keys() == there
+        described = torch.load(folder / "global_step1" / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))["module"]
+        assert described.keys() == there
+        for name, value in described.items():
+            assert value.shape == expected[name].shape and (value.is_meta if stage == 3 else torch.equal(value, expected[name]))
+        order = [name for name in Tied().state_dict() if name in there]
+        assert list(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder)) == order
+        assert list(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)) == order
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "whole")
+        assert list(torch.load(folder / "whole" / "pytorch_model.bin")) == order
         trained = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
         assert trained.keys() == set(TIED) - frozen and trained["seen"].dtype == torch.int64
     with torch.no_grad():

@@ -73,7 +73,8 @@ def test_hooks_are_taken_off_while_all_is_whole():
         model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WORDS))
         model.load_state_dict(state)
         adamw = {"type": "AdamW", "params": {"lr": 0.03, "weight_decay": 0.01}}
-        config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "optimizer": adamw}
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+        config = {"train_batch_size": 2, "zero_optimization": zero, "optimizer": adamw}
         engine = deepspeed.initialize(model=model, config=config)[0]
         shown, losses = engine.optimizer.parameter_offload, []
         count = len(shown.forward_hooks)

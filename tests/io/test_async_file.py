@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from zeroshard.bench import disk as disk_bench
 from zeroshard.errors import OffloadIOError, ZeroshardError
 from zeroshard.io import ALIGN, Engine, Syscalls, async_file, empty_aligned, open_file
-from zeroshard.io.async_file import MEMORY_FILESYSTEMS, Checksums, filesystem_of
+from zeroshard.io.async_file import Checksums
+from zeroshard.io.filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 NBYTES = 5 * ALIGN + 1234  # of most files: neither whole blocks nor a round number
 BLOCK_NBYTES = 2 * ALIGN  # pieces are small, so that small requests have several

@@ -18,7 +18,7 @@ import torch
 
 from zeroshard.errors import ConfigError, SwapError
 from zeroshard.io import Engine, SwapFolder, measure, swap_folder
-from zeroshard.io.async_file import filesystem_of
+from zeroshard.io.filesystems import filesystem_of
 
 
 @pytest.fixture(autouse=True)

@@ -504,3 +504,20 @@ def test_a_delayed_update_keeps_the_learning_rate_of_its_step(monkeypatch):
     (wanted,), (got,) = run_threads(1, run, 0.1), run_threads(1, run, torch.tensor(0.1))
     for name, value in wanted.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sharded_optimizer_goes_by_the_name_of_its_class():
+    """Loggers of learning rates take their keys from it, and count optimizers of one class."""
+
+    def body(rank):
+        found = []
+        for _ in range(2):
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            zs.shard(model, optimizer, stage=2)
+            found.append(optimizer)
+        first, second = map(type, found)
+        return first.__name__, first.__module__, first is second, isinstance(found[0], torch.optim.SGD), repr(found[0]).split()[0]
+
+    expected = ("SGD", torch.optim.SGD.__module__, True, True, "SGD")
+    assert run_threads(1, body) == [expected]

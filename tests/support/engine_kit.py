@@ -60,7 +60,9 @@ def reference(world, gas, clip):
 
 
 def config(stage, world, gas, clip=0.0, **more):
+    """At stage 3 all parameters are partitioned, as large ones are."""
     return {
         "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": gas, "train_batch_size": BATCH * gas * world,
-        "gradient_clipping": clip, "optimizer": ADAMW, "zero_optimization": {"stage": stage}, **more,
+        "gradient_clipping": clip, "optimizer": ADAMW,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **more,
     }  # fmt: skip

@@ -227,12 +227,12 @@ def test_an_average_of_weights_can_be_kept_beside_the_model():
 
 
 REFUSED = {
-    "matmul": lambda p: torch.ones(1, p.shape[0]) @ p, "sum": lambda p: p.sum(), "mean": lambda p: p.mean(),
-    "norm": lambda p: p.norm(), "view": lambda p: p.view(-1), "transpose": lambda p: p.t(), "item": lambda p: p[0, 0].item(),
+    "matmul": lambda p: torch.ones(1, p.shape[0]) @ p, "sum of a view": lambda p: p.view(-1).sum(),
+    "norm": lambda p: p.norm(), "transpose": lambda p: p.t(), "item": lambda p: p[0, 0].item(),
     "numpy": lambda p: p.detach().numpy(), "tolist": lambda p: p.tolist(), "linear": lambda p: nn.functional.linear(torch.ones(1, 7), p),
     "column": lambda p: p[:, 1], "mask": lambda p: p[p > 0], "einsum": lambda p: torch.einsum("ij->i", p),
     "cat": lambda p: torch.cat([p, p]), "iterate": lambda p: [float(x) for r in p for x in r],
-    "equal": lambda p: torch.equal(p, p), "save": lambda p: torch.save(p, io.BytesIO()), "pickle": lambda p: pickle.dumps(p),
+    "save": lambda p: torch.save(p, io.BytesIO()), "pickle": lambda p: pickle.dumps(p),
     "deepcopy": lambda p: copy.deepcopy(p), "data_ptr": lambda p: torch.empty(1).set_(p), "resize": lambda p: p.data.resize_(3),
     "column write": lambda p: p.data[:, 0].zero_(), "out": lambda p: torch.mm(torch.ones(7, 7), torch.ones(7, 7), out=p.data),
     "out whole": lambda p: torch.add(p.data, 1, out=torch.ones(7, 7)),
@@ -289,7 +289,7 @@ def test_the_optimizers_state_dict_can_be_copied_and_given_back(stage):
 
         step()
         states, best = zs.full_optimizer_state(model), copy.deepcopy(optimizer.state_dict())
-        with pytest.raises(zs.ShardedAccessError, match="zs.full_optimizer_state"):
+        with pytest.raises(zs.ShardedAccessError, match="zs.full_optimizer_state_dict"):
             torch.save(optimizer.state_dict(), io.BytesIO())
         step()
         assert not torch.equal(zs.full_optimizer_state(model)["first.weight"]["exp_avg_sq"], states["first.weight"]["exp_avg_sq"])

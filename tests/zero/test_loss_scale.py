@@ -3,7 +3,12 @@
 The sequences with a delay of 1 are those of DeepSpeed's DynamicLossScaler (0.19.8): worked out by hand, and 300 random ones compared once.
 """
 
+import copy
+
 import pytest
+import torch
+from torch import Tensor, nn
+from zoo import Stack, run_threads, same, seeded
 
 import zeroshard as zs
 from zeroshard.zero.mixed_precision import LossScaler
@@ -59,3 +64,41 @@ def test_a_checkpoint_between_two_steps_changes_nothing(name):
 def test_a_fixed_scale_stays():
     scaler = scaler_of({"loss_scale": 8.0, "loss_scale_hysteresis": 2})
     assert scales(scaler, "x.x....") == [8.0] * 7
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", ["two models", "fed again", "inside of itself", "the input's"])
+def test_a_gradient_that_enters_several_times_is_scaled_once(stage, case):
+    """In fp16: an output that is an input again, of the same model or of another."""
+
+    class Recursive(Stack):
+        def forward(self, x: Tensor, depth: int = 0) -> Tensor:
+            return self.last(x) if depth == 0 else self(torch.tanh(self.first(x)), depth - 1)
+
+    def loss(one: nn.Module, other: nn.Module, x: Tensor) -> Tensor:
+        if case == "inside of itself":
+            return one(x, depth=2).square().mean() + 0 * other(x).sum()
+        hidden = one(x)
+        again = {"two models": other, "fed again": one}.get(case)
+        return (hidden if again is None else again(hidden.repeat(1, 3)[:, :7])).square().mean() + 0 * other(x).sum()
+
+    bases = [seeded(Recursive), seeded(Recursive, seed=1)]
+    plain = copy.deepcopy(bases)
+    x = torch.linspace(-1, 1, 14).view(2, 7).requires_grad_()
+    loss(*plain, x).backward()
+    wanted, others = [{n: p.grad for n, p in model.named_parameters()} for model in plain]
+
+    def run(rank: int) -> None:
+        models = copy.deepcopy(bases)
+        for model in models:
+            zs.shard(model, None, stage=stage, precision="fp16", loss_scale=256.0, map_shared=False)
+        mine = x.detach().clone().requires_grad_()
+        loss(*models, mine).backward()
+        same(mine.grad, x.grad, "x", 1e-2)
+        for model, grads in zip(models, (wanted, others), strict=True):
+            for name, grad in zs.full_gradients(model).items():
+                assert (grad is None) == (grads[name] is None), name
+                if grad is not None:
+                    same(grad, grads[name], name, 1e-2)
+
+    run_threads(2, run)

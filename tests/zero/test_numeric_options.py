@@ -26,6 +26,7 @@ CONFIG = {
     "max_grad_norm": {"0", "inf", "half"},  # 0: never
     "stall_timeout_s": {"half"},
     "max_unit_numel": {"0", "inf"}, "max_live_parameters": {"0", "inf"}, "prefetch_nbytes": {"0", "inf"}, "prefetch_bucket_size": {"0", "inf"},
+    "param_persistence_threshold": {"0", "inf"}, "model_persistence_threshold": {"0", "inf"},
     "min_unit_numel": {"0"},
     "delayed_update": {"0"},
     "loss_scale": {"half"}, "initial_loss_scale": {"half"}, "min_loss_scale": {"half"},

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from zoo import Stack, run_threads, same, seeded, square
 
 import zeroshard as zs
@@ -115,10 +116,10 @@ def test_computing_with_a_gradient(stage):
     def task(model: nn.Module, _: object) -> None:
         square(model, (X,)).backward()
         with pytest.raises(zs.ShardedAccessError, match=r"Take `p.grad.full_tensor\(\)`, or zs.full_gradients\(model\)"):
-            model.first.weight.grad.sum(0)
-        same(model.first.weight.grad.full_tensor().sum(0), wanted.sum(0), "full_tensor", 1e-6)
-        same(zs.full_gradients(model)["first.weight"].sum(0), wanted.sum(0), "full_gradients", 1e-6)
-
+            model.first.weight.grad.cumsum(0)
+        same(model.first.weight.grad.full_tensor().cumsum(0), wanted.cumsum(0), "full_tensor", 1e-6)
+        same(zs.full_gradients(model)["first.weight"].cumsum(0), wanted.cumsum(0), "full_gradients", 1e-6)
+        same(model.first.weight.grad.sum(0), wanted.sum(0), "read at rest", 1e-6)
     on_ranks(task, stage=stage)
 
 
@@ -342,3 +343,120 @@ def test_changes_that_want_the_model_closed(stage):
             same_gradients(model, {name: param.grad for name, param in plain.named_parameters()})
 
         run_threads(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_complex_parameter(stage):
+    """Its two parts as one real parameter train as it does on one process."""
+
+    class Rotates(nn.Module):
+        def __init__(self, real: bool) -> None:
+            super().__init__()
+            value = torch.complex(torch.linspace(-1, 1, 12), torch.linspace(1, 2, 12)).view(3, 4)
+            self.real, self.weight = real, nn.Parameter(torch.view_as_real(value).clone() if real else value)
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.view_as_complex(self.weight) if self.real else self.weight
+            return self.last(torch.view_as_real(torch.complex(x, -x) @ weight).flatten(1))
+
+    bases = {real: seeded(Rotates, real) for real in (False, True)}
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    adam = lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)  # noqa: E731
+    plain = copy.deepcopy(bases[False])
+    plain_optimizer = adam(plain)
+    for _ in range(3):
+        plain(x).square().mean().backward()
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+
+    def run(rank: int) -> None:
+        model = copy.deepcopy(bases[False])
+        remedy = r"weight: expected a real parameter, got torch.complex64.*torch.view_as_real\(value\).*torch.view_as_complex\(self.weight\)"
+        with pytest.raises(zs.ShardedAccessError, match=remedy):
+            zs.shard(model, adam(model), stage=stage)
+        model = copy.deepcopy(bases[True])
+        model, optimizer = zs.shard(model, adam(model), stage=stage, map_shared=False)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = zs.full_state_dict(model)
+        same(torch.view_as_complex(found["weight"]), plain.weight.detach(), "weight", 1e-5)
+        same(found["last.weight"], plain.last.weight.detach(), "last.weight", 1e-5)
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_average_that_was_made_before(stage):
+    """torch's own has whole parameters: at stage 3 it says who averages slices, whose numbers are those of one process."""
+    ema_of_torch = lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))  # noqa: E731
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, update: Callable[[], None]) -> None:
+        for _ in range(3):
+            square(model, (X,)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update()
+
+    plain = copy.deepcopy(BASE)
+    wanted = ema_of_torch(plain)
+    trained(plain, sgd(plain.parameters()), lambda: wanted.update_parameters(plain))
+
+    def run(rank: int) -> None:
+        model = copy.deepcopy(BASE)
+        average = ema_of_torch(model)
+        model, optimizer = zs.shard(model, sgd(model.parameters()), stage=stage, map_shared=False)
+        if stage < 3:
+            trained(model, optimizer, lambda: average.update_parameters(model))
+            found = average.module.state_dict()
+        else:
+            with pytest.raises(zs.ShardedAccessError, match=r"AveragedModel\) take zs.ema\(model, decay\)"):
+                average.update_parameters(model)
+            with pytest.raises(zs.ShardedAccessError, match=r"for a moving average zs.ema\(model, decay\)"):
+                ema_of_torch(model)
+            ours = zs.ema(model, 0.9)
+            trained(model, optimizer, lambda: None)
+            found = ours.full_state_dict()
+        for name, value in wanted.module.state_dict().items():
+            same(found[name], value, name, 1e-6)
+
+    run_threads(2, run)
+
+
+# -- reads at rest that all ranks make ---------------------------------------------------------------------------------
+
+READS = {
+    "max": lambda p: p.max(), "min": lambda p: torch.min(p), "largest of rows": lambda p: p.max(0).values, "mean": lambda p: p.data.mean(),
+    "equal": lambda p: torch.equal(p, p.detach()), "close": lambda p: torch.allclose(p, p + 1e-9), "compared": lambda p: (p == p.data).all(),
+    "view": lambda p: p.data.view(-1).sum(), "flat": lambda p: p.detach().flatten()[:5].sum(), "std": lambda p: torch.std(p),
+    "item": lambda p: p.item() if p.numel() == 1 else p.max().item(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"stage": 2}, RELEASED, {**RELEASED, "offload_param": "cpu"}], ids=str)
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_of_parameters_at_rest_is_what_one_process_reads(name, options):
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(BASE), **options)
+        got, wanted = (READS[name](each.first.weight) for each in (model, BASE))
+        if name == "flat" and options["stage"] == 3:  # rows of a view are a sharded tensor as well
+            got = got.full_tensor() if hasattr(got, "full_tensor") else got
+        same(torch.as_tensor(got).detach(), torch.as_tensor(wanted).detach(), name, 1e-6)
+
+    run_threads(2, run)
+
+
+def test_gradients_go_through_what_is_read_at_rest():
+    wanted = one_process(lambda model: square(model, (X,)) + model.first.weight.max() + model.last.weight.std())
+
+    def run(rank):
+        model, _ = zs.shard(copy.deepcopy(BASE), **RELEASED)
+        (square(model, (X,)) + model.first.weight.max() + model.last.weight.std()).backward()
+        same_gradients(model, wanted, 1e-6)
+        with pytest.raises(zs.ShardedAccessError, match=r"aten.max.default needs the whole of first.weight.*`p.full_tensor\(\)`"):
+            model.first.weight.view(-1).max()  # of a view that is in a graph: a gradient would be lost
+        same(model.first.weight.full_tensor().view(-1).max().detach(), BASE.first.weight.max().detach(), "remedy", 0.0)
+
+    run_threads(2, run)

@@ -38,8 +38,8 @@ _STORAGES = {
 
 
 def storable(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype have a place in a data file."""
-    return dtype in _STORAGES
+    """Whether tensors of this dtype have a place in a data file: all but torch's quantized ones, whose scales are no elements."""
+    return not str(dtype).startswith("torch.q")
 
 
 class _Described:
@@ -54,7 +54,10 @@ class _Described:
             strides.append(stride)
             stride *= max(size, 1)
         storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
-        return torch_compat.rebuilder(), (storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict())
+        described = storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict()
+        if self.dtype in _STORAGES:
+            return torch_compat.rebuilder(), described
+        return torch_compat.rebuilder_of_dtype(), (*described, self.dtype)
 
 
 class _StorageOf:
@@ -65,6 +68,8 @@ class _StorageOf:
 class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _StorageOf):
+            if value.dtype not in _STORAGES:
+                return ("storage", torch.UntypedStorage, value.key, "cpu", value.numel * value.dtype.itemsize)
             return ("storage", _STORAGES[value.dtype], value.key, "cpu", value.numel)
         return None
 

@@ -25,6 +25,7 @@ import torch
 
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..io.tensor_reader import Stored, StoredTensor
+from ..utils.dtypes import casts_to
 from . import dcp
 from .directory import absolute, sync
 from .resolver import LOOKS, Alone, open_any, removed
@@ -73,12 +74,12 @@ def export(
     Args:
         path: a checkpoint, or a folder of them: then `name`, or the newest complete one; or any other that `zs.load` takes.
         out: the folder (safetensors) or file (torch) to make; it must not exist, or be an empty folder.
-        dtype: of floating-point tensors; None: as stored, which for parameters with fp32 masters is fp32.
+        dtype: of floating-point tensors (fp8, fp4 keep theirs); None: as stored, which for parameters with fp32 masters is fp32.
         max_shard_nbytes: safetensors files hold no more than this, but one tensor at least.
         config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
             the checkpoint keeps under extra["hf_config"], if anything.
         prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
-        names: export these alone, as they are named in the checkpoint.
+        names: export these alone, as they are named in the checkpoint, and files of torch.save in this order.
         verify: first read everything and compare checksums.
 
     Raises:
@@ -92,7 +93,7 @@ def export(
     for looks in range(LOOKS, 0, -1):
         opened = open_any(Alone(), path, name, verify=verify, values=False)
         if names is not None:
-            _choose(opened, set(names))
+            _choose(opened, dict.fromkeys(names))
         if prefix:
             _narrow(opened, prefix)
         try:
@@ -180,11 +181,11 @@ def _kept_config(opened: Opened) -> dict[str, Any]:
         ) from None
 
 
-def _choose(opened: Opened, names: set[str]) -> None:
+def _choose(opened: Opened, names: dict[str, None]) -> None:
     """Only those; raises ConfigError where one is not there."""
-    if absent := names - opened.model.keys():
+    if absent := names.keys() - opened.model.keys():
         raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
-    opened.model = {name: stored for name, stored in opened.model.items() if name in names}
+    opened.model = {name: opened.model[name] for name in names}
     opened.module_readers = {name: reader for name, reader in opened.module_readers.items() if name in names}
 
 
@@ -250,8 +251,7 @@ class _Exporting:
             if name in self.ties:
                 continue
             self.sources[name] = stored
-            kept = dtype is None or not stored.dtype.is_floating_point
-            self.tensors[name] = (stored.dtype if kept else dtype, tuple(stored.shape))
+            self.tensors[name] = (casts_to(stored.dtype, dtype), tuple(stored.shape))
         self.nbytes = sum(self._nbytes(name) for name in self.tensors)
         self.numel = sum(math.prod(shape) for _, shape in self.tensors.values())
 

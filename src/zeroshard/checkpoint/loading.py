@@ -53,7 +53,7 @@ from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_
 from .saving import check_idle, core_of, saver_of
 from .source import Opened, name_left_out
 from .stages import Stages
-from .user_state import check_named, slices_of
+from .user_state import check_named, check_target, slices_of, takes_state
 
 _SPARE = 1.25  # of the memory that a second copy takes there must be so much
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
@@ -94,8 +94,9 @@ def load(
         path: a checkpoint, or a folder of checkpoints: then `name`, or the one saved last. Where that is not complete
             any more an older one is taken, and rank 0 says so on stderr, with the steps that are lost.
         optimizer: the model's; None: optimizer states stay as they are.
-        extra: by name, objects whose `load_state_dict` is to be called, or None for values to be returned. One with a
-            `check_state_dict(state)` (zs.ShardedSampler) is asked first, and what it raises, nothing having changed, all raise.
+        extra: by name, what `zs.save` took: `load_state_dict` is called of objects that have it; in place of a plain value (or
+            None) `Loaded.extra` has the saved one. An object with a `check_state_dict(state)` (zs.ShardedSampler) is asked
+            first, and what it raises, nothing having changed, all raise.
         verify: compare all checksums before anything is changed. True: while everything is read for the first time. What is
             not to be changed yet stays in the buffers of saves in the background, or (where host memory has room, and makes
             it faster than the disk reads) in others, until all ranks have done; the rest is read, and verified, once more.
@@ -421,8 +422,7 @@ class _Loading:
             has = ", ".join(sorted(found)) or "none"
             raise ConfigError(f"zs.load: extra: {', '.join(absent)} not in {self.opened.path}; it has: {has}.")
         for name, target in wanted.items():
-            if target is not None and not callable(getattr(target, "load_state_dict", None)):
-                raise ConfigError(f"zs.load: extra[{name!r}]: expected an object with load_state_dict, or None, got {target!r}.")
+            check_target(name, target)
             if callable(check := getattr(target, "check_state_dict", None)):
                 try:
                     check(found[name])
@@ -563,7 +563,7 @@ class _Loading:
         loaded = "the model, the optimizer and all else have been loaded"
         for name, target in extra.items():
             try:
-                if target is not None:
+                if takes_state(target):
                     target.load_state_dict(states[name])
             except Exception as error:
                 refused.append(self._refused(name, error, loaded))

@@ -31,6 +31,7 @@ from ..errors import ConfigError, ModelMismatch, OffloadIOError, did_you_mean
 from ..io.aligned import bytes_of, empty
 from ..io.tensor_reader import CHUNK_NBYTES, Bulk, Stored, StoredTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
+from ..utils.dtypes import casts_to
 from ..zero.parameter import ParamSpec
 from ..zero.rank_consistency import distinct
 from ..zero.runtime import Runtime, runtime_of
@@ -39,10 +40,14 @@ from ..zero.unit import ParamGroup
 from .directory import sync
 
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "U64": torch.uint64,
+    "I32": torch.int32, "U32": torch.uint32, "I16": torch.int16, "U16": torch.uint16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+FOREIGN_DTYPES = {"F6_E2M3", "F6_E3M2"}  # of the format, and none of torch's
 EXTRA_STATE = "_extra_state"  # what torch calls a module's in state dicts
 EXPANDED = "the model's is expanded, so that its rows share memory, and those stored differ; clone() it in the model"
 
@@ -253,7 +258,7 @@ def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dty
 
     Args:
         path: the file; rank 0's counts. One that exists is replaced.
-        dtype: of floating-point tensors in the file; None: as they rest. torch.float32 takes fp32 masters where there are any.
+        dtype: of floating-point tensors in the file (fp8, fp4 keep theirs); None: as they rest. torch.float32 takes fp32 masters where there are any.
 
     Raises:
         ConfigError: the state dict holds what safetensors has no place for, or dtype is none of floating-point numbers.
@@ -392,10 +397,16 @@ def _stored_dtype(name: str, value: Any, wanted: torch.dtype | None) -> torch.dt
         raise ConfigError(f"zs.save_safetensors: {name} is a {type(value).__name__}, and safetensors holds tensors alone.")
     if name == "__metadata__":
         raise ConfigError("zs.save_safetensors: __metadata__ is a name that safetensors itself uses; call the tensor otherwise.")
-    dtype = wanted if wanted is not None and value.is_floating_point() else value.dtype
+    dtype = casts_to(value.dtype, wanted)
     if dtype not in SAFETENSORS_NAMES:
-        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}.")
+        expected = ", ".join(map(str, SAFETENSORS_NAMES))
+        raise ConfigError(f"zs.save_safetensors: {name} is {dtype}; expected one of {expected}. zs.save takes all dtypes.")
     return dtype
+
+
+def elements_of(kind: str, shape: tuple[int, ...], times: float) -> tuple[int, ...]:
+    """The shape that the format gives a tensor (times 2), or torch (0.5): F4 counts half bytes, and torch pairs of them."""
+    return (*shape[:-1], int(shape[-1] * times)) if kind == "F4" and shape else shape
 
 
 def safetensors_header(
@@ -407,7 +418,8 @@ def safetensors_header(
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": shape, "data_offsets": (begins[name], end)}
+        kind = SAFETENSORS_NAMES[dtype]
+        entries[name] = {"dtype": kind, "shape": elements_of(kind, shape, 2), "data_offsets": (begins[name], end)}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text

@@ -89,7 +89,10 @@ class Contents:
     def add(self, place: Place, source: Rest, begin: int, guarded: bool) -> None:
         """Note one part of a tensor."""
         if not storable(place.dtype):
-            raise ConfigError(f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for.")
+            raise ConfigError(
+                f"zs.save: {place.name} is {place.dtype}, which a checkpoint has no place for: keep its int_repr(), its scale and "
+                "its zero point in buffers of their own, or register it with persistent=False."
+            )
         self.places.append(place)
         self.sources.append(source)
         self.begins.append(begin)

@@ -21,6 +21,7 @@ from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GATHERED
 from ..offload.storage import Rest
 from ..tensor.tiled_parameter import Part, parts_in, whole_name
+from ..utils.dtypes import casts_to
 from ..zero.chunked_gather import ChunkedGather
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
@@ -70,7 +71,7 @@ def stream_full_tensors(
     Args:
         max_nbytes: of the tensors of one dictionary. A tensor larger than that comes alone. Beside it staging buffers of at most
             an eighth, and the padding between neighbours.
-        masters: fp32 values where they are held. dtype: of floating-point parameters; None: as they are.
+        masters: fp32 values where they are held. dtype: of floating-point parameters (fp8, fp4 keep theirs); None: as they are.
         names: of `zs.full_state_dict(model)`, those that are wanted; None: all.
 
     Tensors of one dictionary may share memory, and belong to the caller: drop them before the next, or two are held. Tied ones
@@ -121,9 +122,7 @@ def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[
         if names and names[0] in whole:
             whole[names[0]].sources.append((group, index, part))
         elif names:
-            given = source(group).dtype
-            kept = dtype if dtype is not None and given.is_floating_point else given
-            items.append(_Item(names, spec.whole_shape, kept, [(group, index, part)]))
+            items.append(_Item(names, spec.whole_shape, casts_to(source(group).dtype, dtype), [(group, index, part)]))
             whole[names[0]] = items[-1]
     for name, value in state.items():
         if id(value) in known and isinstance(value, Tensor):

@@ -104,6 +104,23 @@ def has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None))
 
 
+def takes_state(value: Any) -> bool:
+    """Whether a value takes such a state back."""
+    return callable(getattr(value, "load_state_dict", None))
+
+
+def check_target(name: str, value: Any) -> None:
+    """Raise ConfigError where what is given to zs.load has a state that it could not get back, rather than leave it as it is."""
+    if has_state(value) and not takes_state(value):
+        raise ConfigError(
+            f"zs.load: extra[{name!r}]: a {type(value).__name__} has a state_dict and no load_state_dict to take it back; give None, "
+            f"and take Loaded.extra[{name!r}]."
+        )
+    inside = next((type(each).__name__ for each in _members(value) if has_state(each)), None)
+    if inside:
+        raise ConfigError(f"zs.load: extra[{name!r}]: give the {inside} in it a name of its own, here and to zs.save: its state is loaded then.")
+
+
 def _members(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple, set)) else ()
 

@@ -222,6 +222,8 @@ class Writing:
         except BaseException:
             self._give_up()
             raise
+        finally:
+            self.saver.engine.rest()
         assert self.layout is not None
         snapshot_nbytes = self.saver.ring.nbytes if self.plan.asynchronous else 0
         save = Save(Path(self.plan.root) / self.plan.name, self.layout.nbytes, snapshot_nbytes)
@@ -428,6 +430,7 @@ class Writing:
         finally:
             ended.set()
             self._give_up()  # a file that is finished stays as it is
+            self.saver.engine.rest()
         save.seconds = time.monotonic() - self.begin
 
     def _fail(self, save: Save, error: BaseException) -> None:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..io.async_file import MEMORY_FILESYSTEMS
+from ..io.filesystems import MEMORY_FILESYSTEMS
 from ..io.swap_folder import NETWORK_FILESYSTEMS
 from ..version import TESTED_TORCH
 from .arguments import Parser

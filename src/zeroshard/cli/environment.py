@@ -25,7 +25,8 @@ from torch import nn
 
 import zeroshard as zs
 
-from ..io.async_file import filesystem_of, open_file
+from ..io.async_file import open_file
+from ..io.filesystems import filesystem_of
 from ..memory.host_memory import limits
 from ..testing import run_threads
 from .ranks import VARIABLES, available_cores

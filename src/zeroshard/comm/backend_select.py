@@ -39,7 +39,7 @@ BACKENDS = ("auto", "shared", "dist")
 Choice = Comm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
-_by_group: dict[tuple, tuple[Any, Comm]] = {}  # with the group: its id stays its own
+_by_group: dict[tuple, Comm] = {}  # by the group's id, until the group is destroyed
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()
 _solo_said = False
 _hooked = False  # into the end of this process
@@ -67,6 +67,11 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
+def in_threads() -> bool:
+    """Whether this rank is a thread, of zeroshard.testing.run_threads."""
+    return getattr(_local, "comm", None) is not None
+
+
 def current(choice: Choice | None, device: torch.device, stall_timeout_s: float, option: str = "comm") -> Comm:
     """The Comm for this rank.
 
@@ -91,12 +96,18 @@ def current(choice: Choice | None, device: torch.device, stall_timeout_s: float,
     world = dist.group.WORLD
     key = (id(world), choice, device)
     if key not in _by_group:
-        for other in [other for other, (group, _) in _by_group.items() if group is not world]:
-            del _by_group[other]  # that group was destroyed: who still uses its Comm holds it
-        _by_group[key] = world, _connect(choice, device, stall_timeout_s)
-        _live.add(_by_group[key][1])
+        comm = _by_group[key] = _connect(choice, device, stall_timeout_s)
+        weakref.finalize(world, _group_gone, key).atexit = False
+        _live.add(comm)
         _hook_failures()
-    return _by_group[key][1]
+    return _by_group[key]
+
+
+def _group_gone(key: tuple) -> None:
+    """The process group was destroyed: who still uses its Comm holds it, and nobody asks what this rank does."""
+    comm = _by_group.pop(key, None)
+    if comm is not None:
+        comm.desk.rest()  # type: ignore[attr-defined]
 
 
 def is_imagined() -> bool:
@@ -187,7 +198,8 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         )
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
-            shared.desk = ProcessDesk.among(shared, on_this_host=True)
+            if len(here) > 1:  # else nobody asks
+                shared.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
         comm = DistComm(None, device, stall_timeout_s)
         comm.local, shared.desk = shared, comm.desk.of(here)

@@ -388,6 +388,10 @@ class Comm(ABC):
     def fail(self, failure: Failure) -> None:
         """Tell the peers why the group can not go on: this rank's failure, or one of which they may not know yet."""
 
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        """Tell peers who ask what this rank does, for as long as `owner` lives and what is returned has not been called."""
+        return lambda: None
+
     def leave(self) -> None:
         """The process ends: nothing of what peers were sent is lost."""
 

@@ -387,6 +387,9 @@ class DistComm(Comm):
             if self.local is not None:  # who waits there does not look here
                 self.local.fail(failure)
 
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        return self.desk.answer_for(owner)
+
     def close(self) -> None:
         if self.local is not None:
             self.local.close()

@@ -13,6 +13,7 @@ Messages, meetings and the ends of waits are the hub's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,6 +224,9 @@ class SharedComm(Comm):
 
     def fail(self, failure: Failure) -> None:
         self.hub.fail(failure)
+
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        return self.desk.answer_for(owner)
 
     def leave(self) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """The desk of a rank: peers ask it what the rank does, and tell it that they have failed.
 
 Processes have a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
-(so it is no watchdog), and needs no signal. Ranks that wait too long, or whose connection broke, ask; one that fails
+(so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. Ranks that wait too long, or whose connection broke, ask; one that fails
 tells. A peer proves with HMAC that it knows the desk's secret, and the desk that it does: addresses and secrets go over
 the group. Plain data alone is read (`codec`).
 
@@ -71,6 +71,13 @@ class Desk:
         """The same, where peers go by their place in `ranks`."""
         return _Selected(self, ranks)
 
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        """Answer peers for as long as `owner` lives and what is returned has not been called. After the last owner the thread ends."""
+        return lambda: None
+
+    def rest(self) -> None:
+        """End the thread that answers; the next owner starts another one."""
+
     def close(self) -> None:
         """Nobody can ask any more."""
 
@@ -94,6 +101,12 @@ class _Selected(Desk):
 
     def how_it_ended(self, peer: int) -> str:
         return self._desk.how_it_ended(self._ranks[peer])
+
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        return self._desk.answer_for(owner)
+
+    def rest(self) -> None:
+        self._desk.rest()
 
 
 class ThreadDesk(Desk):
@@ -127,13 +140,9 @@ class ProcessDesk(Desk):
         self._secret = secrets.token_bytes(32)
         self._places: list[tuple] = []
         self.place = (*self._listener.getsockname()[:2], self._secret, os.getpid(), host_identity(), node_identity())
-        # weakly: a group that is dropped ends its thread
-        serve = threading.Thread(
-            target=_serve, args=(self._listener, self._secret, progress, weakref.WeakMethod(self._hear)),
-            name="zeroshard-desk", daemon=True,
-        )  # fmt: skip
-        serve.start()
-        self._end = weakref.finalize(self, _close, self._listener, serve)
+        self._progress, self._owners, self._threads = progress, 0, list[_Answering]()
+        self._start()
+        self._end = weakref.finalize(self, _close, self._listener, self._threads)
         self._end.atexit = False  # the kernel closes it, when the process has ended and its status can be read
         _open.add(self)
 
@@ -157,6 +166,28 @@ class ProcessDesk(Desk):
         found = [place[5] for place in self._places]
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(found))}
         return [numbers[identity] for identity in found]
+
+    def answer_for(self, owner: object) -> Callable[[], Any]:
+        self._owners += 1
+        self._start()
+        end = weakref.finalize(owner, self._release)
+        end.atexit = False
+        return end
+
+    def _release(self) -> None:
+        self._owners -= 1
+        if self._owners == 0:
+            self.rest()
+
+    def _start(self) -> None:
+        if not self._threads or not self._threads[0].is_alive():
+            # weakly: a group that is dropped ends its thread
+            self._threads[:] = [_Answering(self._listener, self._secret, self._progress, weakref.WeakMethod(self._hear))]
+            self._threads[0].start()
+
+    def rest(self) -> None:
+        for thread in self._threads:
+            thread.stop()
 
     def close(self) -> None:
         self._end()
@@ -187,21 +218,42 @@ class ProcessDesk(Desk):
             return SILENT
 
 
-def _serve(listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
+class _Answering(threading.Thread):
     """The desk's thread: one conversation after another."""
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # closed
-        with sock, contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # a stranger; who is gone
-            sock.settimeout(_PATIENCE_S)
-            theirs, mine = _receive(sock, _NUMBER_NBYTES), secrets.token_bytes(_NUMBER_NBYTES)
-            sock.sendall(mine + _prove(secret, "desk", theirs, mine))
-            if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(secret, "peer", theirs, mine)):
-                continue
-            data = encode(_answer(decode(_receive_framed(sock)), progress, hear()))
-            sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def __init__(self, listener: socket.socket, secret: bytes, progress: Progress, hear: weakref.WeakMethod) -> None:
+        super().__init__(name="zeroshard-desk", daemon=True)
+        self.listener, self.secret, self.progress, self.hear = listener, secret, progress, hear
+        self.ended = False
+
+    def run(self) -> None:
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:
+                return  # closed
+            with sock:
+                if self.ended:
+                    return
+                with contextlib.suppress(OSError, EOFError, MalformedMessage, TypeError):  # a stranger; who is gone
+                    self._talk(sock)
+
+    def _talk(self, sock: socket.socket) -> None:
+        sock.settimeout(_PATIENCE_S)
+        theirs, mine = _receive(sock, _NUMBER_NBYTES), secrets.token_bytes(_NUMBER_NBYTES)
+        sock.sendall(mine + _prove(self.secret, "desk", theirs, mine))
+        if not hmac.compare_digest(_receive(sock, _PROOF_NBYTES), _prove(self.secret, "peer", theirs, mine)):
+            return
+        data = encode(_answer(decode(_receive_framed(sock)), self.progress, self.hear()))
+        sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def stop(self) -> None:
+        """End, and leave the socket open: who asks meanwhile is not told that this rank is gone."""
+        self.ended = True
+        with contextlib.suppress(OSError):  # wakes accept()
+            socket.create_connection(self.listener.getsockname()[:2], _PATIENCE_S).close()
+        if self is not threading.current_thread():
+            self.join(_PATIENCE_S)
 
 
 def _answer(request: tuple, progress: Progress, hear: Callable[[Failure], None] | None) -> Any:
@@ -232,11 +284,12 @@ def _receive_framed(sock: socket.socket) -> bytes:
     return _receive(sock, nbytes)
 
 
-def _close(listener: socket.socket, thread: threading.Thread) -> None:
+def _close(listener: socket.socket, threads: list[_Answering]) -> None:
     with contextlib.suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which closing does not
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE_S)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)
     listener.close()
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import sys
 import threading
 import time
@@ -37,18 +36,17 @@ import weakref
 import zlib
 from collections.abc import Callable
 from errno import EACCES, EAGAIN, EBADMSG, EINTR, EINVAL, EIO, ENODATA, EROFS
-from pathlib import Path
 
 from torch import Tensor
 
 from ..errors import OffloadIOError, ZeroshardError
 from .aligned import ALIGN, bytes_of, empty_aligned, round_down, round_up
+from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 from .request_queue import Tasks
 
 _AGAIN_S = 10.0  # EAGAIN is tried again for so long
 _BOUNCE_NBYTES = 1 << 20  # of each thread, where it is needed
 _IDLE_LIMIT = 4  # transfers in a row that do not complete one more block
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -224,23 +222,6 @@ def _open_for_what_is_allowed(path: str, flags: int) -> int:
         if error.errno not in (EACCES, EROFS) or flags & os.O_CREAT:
             raise
         return os.open(path, (flags & ~os.O_RDWR) | os.O_RDONLY)
-
-
-def filesystem_of(path: str | os.PathLike) -> str:
-    """Type of the filesystem that holds a folder, as the kernel names it ('ext4', 'tmpfs', 'nfs4'); '' if unknown."""
-    place = os.path.realpath(path)
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # not Linux
-        return ""
-    found, longest = "", -1
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), before.split(" ")[4])  # a blank is \040
-        below = place == mount or place.startswith(mount.rstrip("/") + "/")
-        if below and len(mount) >= longest:  # of two mounts on one point the later one covers the earlier
-            found, longest = after.split(" ")[0], len(mount)
-    return found
 
 
 class Checksums:
@@ -553,14 +534,20 @@ class Engine:
                 self._tasks.put((handle, start, stop, self.checksum), writes)
         return handle
 
+    def rest(self) -> None:
+        """Finish what was asked for and end the threads; the next request starts others."""
+        with self._lock:
+            running = self._running
+            self._stop()
+            self._begin()
+        for thread in running:
+            thread.join()
+
     def close(self) -> None:
         """Finish what was asked for and end the threads. More calls do nothing."""
         with self._lock:
             self._closed = True
-        self._stop()
-        for thread in self._running:
-            thread.join()
-        self._running.clear()
+        self.rest()
 
     def __enter__(self) -> Engine:
         return self
@@ -579,7 +566,12 @@ class Engine:
         """Begin without threads; in a forked child those of the parent do not exist, and its locks may be held."""
         if hasattr(self, "_stop"):
             self._stop.detach()
-        self._lock, self._running, self._tasks = threading.Lock(), [], Tasks()
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Have no threads yet, and work for none but those that will start: what ends others does not end these."""
+        self._running, self._tasks = list[threading.Thread](), Tasks()
         self._stop = weakref.finalize(self, _stop, self._tasks, self.threads)
         self._stop.atexit = False  # threads are daemons: an exit does not wait for them
 

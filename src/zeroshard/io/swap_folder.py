@@ -36,7 +36,8 @@ from torch import Tensor
 
 from ..errors import SwapError
 from .aligned import empty_aligned, round_up
-from .async_file import MEMORY_FILESYSTEMS, Engine, File, Handle, filesystem_of, open_file
+from .async_file import Engine, File, Handle, open_file
+from .filesystems import MEMORY_FILESYSTEMS, filesystem_of
 
 _NAME = re.compile(r"zeroshard-swap-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
 _LOCK, _KEEP = "lock", "keep"  # files in the folder

@@ -23,9 +23,10 @@ from ..io.async_file import Engine, File, Handle, open_file
 from ..offload.gradient_offload import NarrowRest
 from ..offload.storage import Tiers
 from ..optim.cpu_kernels import TEAM_CHUNK_NUMEL, Kernel, step_stretch, stepping_threads
+from ..optim.inner_optimizer import inner_copy
 from ..optim.offloaded_step import HostStepper, Job
 from ..optim.segments import Run
-from ..optim.sharded_optimizer import OptimizerCore, inner_copy
+from ..optim.sharded_optimizer import OptimizerCore
 
 _PROBE_S = 0.4
 _NUMEL = 1 << 22  # parameters stepped: with their states more than caches hold

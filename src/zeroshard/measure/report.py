@@ -176,7 +176,7 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     totals = dict.fromkeys(STATES, 0)
     for group in runtime.groups:
         numel = group.layout.true_numel
-        totals[PARAMETERS] += held(row.parameter, numel * group.values.full.itemsize)
+        totals[PARAMETERS] += held(row.parameter if group.values.sharded else Placement.REPLICATED, numel * group.values.full.itemsize)
         if group.grads is not None:
             totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
             master = 4 if group.master is not None else 0
@@ -209,7 +209,7 @@ def theory_sent_per_step(runtime: Runtime) -> Sent:
 
     for group in runtime.groups:
         numel, values, grads = group.layout.true_numel, group.values, group.grads
-        if row.parameter is Placement.SHARDED:
+        if values.sharded:
             add(values.comm, "gather", numel, values.dtype)
             add(values.comm, "gather again", numel, values.dtype)
         elif row.optimizer is Placement.SHARDED and grads is not None:

@@ -34,7 +34,7 @@ class Group:
     """One flat buffer to be: `numel` elements of `dtype`, `shard_numel` of them on each rank.
 
     gradient: the dtype in which its gradient rests (None: frozen). states: where masters and optimizer states rest. master:
-    dtype of a master copy, or None. columns: optimizer states an element.
+    dtype of a master copy, or None. columns: optimizer states an element. whole: its values are on every rank, whatever the stage.
     """
 
     numel: int
@@ -44,6 +44,7 @@ class Group:
     states: Offload = Offload()
     master: torch.dtype | None = None
     columns: int = 0
+    whole: bool = False
 
     @property
     def stepped(self) -> torch.dtype:
@@ -64,7 +65,7 @@ def needs(config: Config, separate: bool, groups: Sequence[Group]) -> dict[Place
 
     device, row = Offload(), config.row
     for group in groups:
-        sharded = row.parameter is Placement.SHARDED
+        sharded = row.parameter is Placement.SHARDED and not group.whole
         place, numel = (config.offload_param, group.shard_numel) if sharded else (device, group.numel)
         add(PARAMETERS, place, numel * group.dtype.itemsize)
         if group.gradient is None:
@@ -95,7 +96,7 @@ def arena_nbytes(config: Config, separate: bool, groups: Sequence[Group]) -> int
         if group.gradient is None or group.states.tier is Tier.DEVICE:
             continue
         sizes = [group.stepped.itemsize] * (group.columns + (group.master is not None)) if away(group.states.tier) else []
-        if away(config.offload_param.tier):
+        if away(Tier.DEVICE if group.whole else config.offload_param.tier):
             sizes.append(group.dtype.itemsize)
         if away(config.offload_gradient.tier):
             sizes.append(group.gradient.itemsize)

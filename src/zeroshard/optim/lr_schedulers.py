@@ -12,15 +12,20 @@ import math
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.optim import lr_scheduler
 
 from .step_record import StepRecord
 
 
 class Tally:
-    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then."""
+    """How many steps an optimizer was asked for, how many of them were skipped, and where each scheduler stood then.
 
-    def __init__(self) -> None:
+    holds: schedulers stand still after skipped steps.
+    """
+
+    def __init__(self, holds: bool = True) -> None:
+        self.holds = holds
         self.asked = self.skipped = 0
         self.scheduling = False  # in the step of a scheduler: those that it is made of go with it
         self._seen: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -40,7 +45,7 @@ class Tally:
         """False where all steps since the scheduler's last one were skipped."""
         asked, skipped = self._seen.get(scheduler, (0, 0))
         self._seen[scheduler] = self.asked, self.skipped
-        return self.asked == asked or self.asked - asked > self.skipped - skipped
+        return not self.holds or self.asked == asked or self.asked - asked > self.skipped - skipped
 
 
 def respect_skipped_steps() -> None:
@@ -68,3 +73,15 @@ def _standing_still(step: Any) -> Any:
 
     wrapper._zeroshard = True  # type: ignore[attr-defined]
     return wrapper
+
+
+def rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
+    plain = optimizer.step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return plain(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]

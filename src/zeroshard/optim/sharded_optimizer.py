@@ -32,7 +32,8 @@ from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
 from .delayed_update import DelayedStep
-from .lr_schedulers import Tally, respect_skipped_steps
+from .inner_optimizer import inner_copy, step_on_device
+from .lr_schedulers import Tally, respect_skipped_steps, rewrap_for_schedulers
 from .offloaded_step import HostStepper, Job
 from .segments import Run, RunMaker, state_tensors
 from .state_view import ParameterState, load_state, mapping_of, plain, state_by_param
@@ -71,7 +72,7 @@ class OptimizerCore:
         self.last_step: StepRecord | None = None
         self.allied = [self]  # with which it has one norm and one verdict: those of the stages of one rank of a pipeline
         self.after_step: list[Callable[[], None]] = []  # called after each step that was not skipped
-        self.tally = Tally()
+        self.tally = Tally(runtime.config.hold_schedulers)
         self._skipped_in_a_row = 0
         self._state_nbytes = 0
 
@@ -154,15 +155,15 @@ class OptimizerCore:
         else:
             norm, divisor = found.norm * found.coefficient, 1.0  # done by an earlier call for this step
         coefficient = 1.0
-        if math.isfinite(norm) and max_norm is not None:
-            coefficient = min(1.0, max_norm / (norm + 1e-6))
+        if self._usable(norm) and max_norm is not None:
+            coefficient = min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays, as in torch
         for core in self.allied:
             core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor)
         return norm
 
     def _take_norm(self, found: Clipped, divisor: float) -> None:
         """Scale gradients as was found for all allied. Where the norm is not finite they stay."""
-        if math.isfinite(found.norm):
+        if self._usable(found.norm):
             self._scale_gradients(found.coefficient / divisor)
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
         self.runtime.account.clipped = replace(found, writes=self._writes())
@@ -170,7 +171,11 @@ class OptimizerCore:
     def _known(self) -> bool:
         """True if the norm that was found is still that of the gradients."""
         found = self.runtime.account.clipped
-        return found is not None and math.isfinite(found.norm) and found.writes == self._writes()
+        return found is not None and self._usable(found.norm) and found.writes == self._writes()
+
+    def _usable(self, norm: float) -> bool:
+        """True if a step is taken with gradients of this norm."""
+        return math.isfinite(norm) or not (self.runtime.config.skip_nonfinite or self.runtime.progress.scaler is not None)
 
     def _writes(self) -> list[int]:
         return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
@@ -211,13 +216,13 @@ class OptimizerCore:
         scale = runtime.progress.loss_scale
         found = account.clipped
         if not self._known() and not (found is not None and found.refused):
-            undone = found is not None and not math.isfinite(found.norm)  # a clip that found nothing to clip
+            undone = found is not None and not self._usable(found.norm)  # a clip that found nothing to clip
             self._clip(found.max_norm if undone else runtime.config.max_grad_norm)
         runtime.attendance.count_step()
         assert account.clipped is not None
         norm, coefficient = account.clipped.norm, account.clipped.coefficient
         account.clipped = None
-        if not math.isfinite(norm):
+        if not self._usable(norm):
             return self._skip(norm, scale)
         self.publish(self._update())
         self._skipped_in_a_row = 0
@@ -288,16 +293,19 @@ class OptimizerCore:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
         before = self._settings() if self.host is not None or whole else None
-        self.inner.step()
+        step_on_device(self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device)
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = None
-        self._copy_options(self.inner, self.outer)
         if self.host is not None:
             self._step_on_host(runs, *before)
         if whole:
-            options = {id(run): o for number, o in enumerate(before[0]) for run in self.runs[number]}
-            self.whole.step([(run, options[id(run)]) for run in whole])
+            number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
+            numbers = [number_of[id(run)] for run in whole]
+            told = self.whole.step([(run, before[0][number]) for run, number in zip(whole, numbers, strict=True)])
+            for number, options in zip(numbers, told, strict=True):
+                self.inner.param_groups[number].update(options)
+        self._copy_options(self.inner, self.outer)
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
@@ -490,8 +498,8 @@ class ShardedOptimizer:
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
-            f"a {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Use zs.save, or "
-            "zs.full_optimizer_state(model)."
+            f"a sharded {type(self).__name__} can not be copied or pickled: this rank has slices of its states. Take "
+            "zs.full_optimizer_state_dict(model), on all ranks, and save what rank 0 gets; or use zs.save."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -555,19 +563,6 @@ def take_options(optimizer: torch.optim.Optimizer, told: list[dict[str, Any]]) -
                 group[key] = tuple(value) if isinstance(mine, tuple) else value
 
 
-def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
-    inner = object.__new__(type(optimizer))
-    inner.__dict__.update(optimizer.__dict__)
-    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
-    inner.state = defaultdict(dict)
-    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
-    for name in list(inner.__dict__):
-        if name.endswith("_hooks"):
-            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
-    return inner
-
-
 def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch.optim.Optimizer:
     """Make the user's optimizer object a sharded one, in place. Existing state is cut along."""
     respect_skipped_steps()
@@ -576,24 +571,17 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
     wrapped = optimizer.__dict__.pop("step", None)  # schedulers count steps through this
     optimizer.__dict__.pop("state")
     optimizer.__dict__.pop("_step_supports_amp_scaling", None)  # `step` leaves the scale of a GradScaler to that one
-    cls = type(optimizer)
-    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls, DropsGradients), {})
+    optimizer.__class__ = _sharded_class(type(optimizer))
     optimizer.core = core  # type: ignore[attr-defined]
     if given:
         core.load_state(given)
     if wrapped is not None:
-        _rewrap_for_schedulers(optimizer)
+        rewrap_for_schedulers(optimizer)
     return optimizer
 
 
-def _rewrap_for_schedulers(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler built before sharding looks for its mark on `optimizer.step`."""
-    plain = optimizer.step
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return plain(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
-
+def _sharded_class(cls: type) -> type:
+    """The subclass of a class of optimizers whose objects are sharded: one, and by the class's name, which loggers show."""
+    bases = (ShardedOptimizer, cls, DropsGradients)
+    found = next((each for each in cls.__subclasses__() if each.__bases__ == bases), None)
+    return found or type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})

@@ -198,7 +198,7 @@ class StateHome:
 class ShardedState(ShardedTensor):
     """A state as a sharded tensor. `state.data = value` is a write, as `p.data = value` is."""
 
-    _pickled_by = "zs.full_optimizer_state(model) or zs.save"
+    _pickled_by = "zs.full_optimizer_state_dict(model), on all ranks, in the place of optimizer.state_dict(), or zs.save"
 
     def __deepcopy__(self, memo: dict) -> ShardedTensor:
         """As of `copy.deepcopy(optimizer.state_dict())`: this rank's slice, which `load_state_dict` takes back."""

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..utils.torch_compat import post_accumulate_hooks
+from ..zero.parameter import ParamSpec
 from ..zero.unit import ParamGroup
+from ..zero.user_hooks import ONE_OPTIMIZER, other_optimizers
+from .lion import Lion
+from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
+_IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch.distributed.optim marks parameters that it steps in backward
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
     "LARS": "scales each parameter's update by the norms of the whole",
@@ -24,18 +30,64 @@ _NOT_ELEMENTWISE = {
 }
 
 
+_ELEMENTWISE = {
+    Lion,
+    *(getattr(torch.optim, name) for name in (
+        "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )),
+}  # fmt: skip
+
+
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for a class known to need more than the elements it steps: on flat shards it would be another one."""
-    if declared(optimizer) is not None:
+    """Raise ConfigError for a class that needs more than the elements it steps: on flat shards it would be another one.
+
+    Classes of torch are known; those of _NOT_ELEMENTWISE are refused by name, and any other one is tried (optim/step_probe.py).
+    """
+    cls = type(optimizer)
+    if cls in _ELEMENTWISE:
         return
-    for cls in type(optimizer).__mro__:
-        reason = _NOT_ELEMENTWISE.get(cls.__name__.upper().removeprefix("FUSED"))
+    if declared(optimizer) is not None:
+        operation = None if cls.__module__.startswith(("torch.", "zeroshard.")) else sends(optimizer)
+        if operation is not None:
+            raise ConfigError(_sends(cls, operation))
+        return
+    for base in cls.__mro__:
+        reason = _NOT_ELEMENTWISE.get(base.__name__.upper().removeprefix("FUSED"))
         if reason is not None:
             raise ConfigError(
-                f"optimizer: {type(optimizer).__name__} {reason}; expected an elementwise optimizer, since each rank steps "
+                f"optimizer: {cls.__name__} {reason}; expected an elementwise optimizer, since each rank steps "
                 "flat slices of the parameters. Use for example AdamW, SGD or zs.Lion; or, if it steps each parameter by itself, "
                 "declare that: zs.whole_matrix(class)."
             )
+    try:
+        found = departure(optimizer)
+    except Sends as error:
+        raise ConfigError(_sends(cls, str(error))) from None
+    if found is not None:
+        raise ConfigError(_departs(cls, found, len(optimizer.param_groups)))
+
+
+def _departs(cls: type, found: Departure, groups: int) -> str:
+    numbers = ", ".join(map(str, found.groups[:8])) + (", ..." if len(found.groups) > 8 else "")
+    of = "" if len(found.groups) == groups == 1 else f" (in group {numbers} of {groups})"
+    remedy = (
+        "It needs several parameters together: use for example AdamW, SGD or zs.Lion."
+        if not found.alone
+        else f"Each parameter can be stepped by itself, as was tried: declare that, zs.whole_matrix({cls.__name__}), or of such groups alone, "
+        f"zs.whole_matrix({cls.__name__}, where=lambda param, options: ...)."
+    )
+    return (
+        f"optimizer: {cls.__name__} was tried, and its step of parameters is not its step of flat slices of them{of}: {found.how}; "
+        f"expected an elementwise optimizer, since each rank steps flat slices. {remedy}"
+    )
+
+
+def _sends(cls: type, operation: str) -> str:
+    return (
+        f"optimizer: {cls.__name__} was tried, and its step talks to other ranks by itself ({operation}); expected one that steps as on "
+        "one process, since gradients are averaged before it, and not every rank steps every parameter. Let its step find no process "
+        "group: where its module has `import torch.distributed as dist`, give that module a `dist` that is not initialized."
+    )
 
 
 def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
@@ -55,6 +107,21 @@ def _within(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def check_hooks(optimizer: torch.optim.Optimizer | None, specs: list[ParamSpec]) -> None:
+    """Raise ConfigError where hooks on parameters step other optimizers than this one in backward."""
+    hooked = [spec for spec in specs if post_accumulate_hooks(spec.original) or hasattr(spec.original, _IN_BACKWARD)]
+    roots: list[Any] = [hook for spec in hooked for hook in post_accumulate_hooks(spec.original).values()]
+    found = other_optimizers([*roots, *(getattr(spec.original, _IN_BACKWARD, None) for spec in hooked)], optimizer)
+    stepped = [spec for spec in hooked if id(spec.original) in found]
+    if stepped:
+        classes = sorted({type(found[id(spec.original)]).__name__ for spec in stepped})
+        more = f" and {len(stepped) - 3} more" if len(stepped) > 3 else ""
+        raise ConfigError(
+            f"{', '.join(spec.name for spec in stepped[:3])}{more}: a hook steps an optimizer of its own ({', '.join(classes)}) in backward, "
+            f"where the gradient is this rank's alone: ranks would part. {ONE_OPTIMIZER}"
+        )
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:

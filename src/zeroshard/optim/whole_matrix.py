@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.base import Comm
-from ..comm.codec import exchange_values
+from ..comm.codec import exchange_values, sendable
 from ..errors import ConfigError
 from ..offload.storage import Rest, Tiers
 from ..tensor.tiled_parameter import part_of
@@ -102,13 +102,14 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
 
 @dataclass(eq=False)
 class Stepping:
-    """One parameter to be stepped. states: names of its states of its shape -> dtype."""
+    """One parameter to be stepped. states: names of its states of its shape -> dtype. written: options that the step changed."""
 
     run: Run
     options: dict[str, Any]
     states: dict[str, torch.dtype]
     others: dict[str, Any]
     owner: int = 0
+    written: dict[str, Any] = field(default_factory=dict)
 
     @property
     def group(self) -> ParamGroup:
@@ -133,17 +134,19 @@ class WholeStepper:
     def __init__(self, inner: torch.optim.Optimizer, comm: Comm, tiers: Tiers, replicated: bool) -> None:
         self.inner, self.comm, self.tiers, self.replicated = inner, comm, tiers, replicated
         self.gather = ChunkedGather(comm, tiers.ledger, _CHUNK_NBYTES)
+        self.stacked: dict[tuple[str, int], int] = {}  # (state, dimensions of its parameter) -> dimensions of 1 before those
 
     @torch.no_grad()
-    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> None:
-        """One step of all (collective, the same runs in the same order on all ranks)."""
+    def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
+        """One step of all (collective, the same runs in the same order on all ranks); what each step changed in its group's options."""
         jobs = [self._job(run, options) for run, options in runs]
         if self.replicated:
             for job in jobs:
                 self._step_here(job)
-            return
-        for turn in _turns(jobs, self.comm.world_size):
-            self._step_turn(turn)
+        else:
+            for turn in _turns(jobs, self.comm.world_size):
+                self._step_turn(turn)
+        return [job.written for job in jobs]
 
     def _job(self, run: Run, options: dict[str, Any]) -> Stepping:
         entries = run.states.load()
@@ -154,16 +157,34 @@ class WholeStepper:
         """The optimizer's own class on a whole parameter: its value and states afterwards."""
         leaf = nn.Parameter(param.view(job.shape))
         leaf.grad = grad.view(job.shape).to(leaf.dtype)
-        state = {key: value.view(job.shape) for key, value in states.items()}
+        state = {key: value.view((1,) * self._leading(job, key) + job.shape) for key, value in states.items()}
         others = {key: job.run.shown(value) for key, value in job.others.items()}
         state |= {key: value.clone() if isinstance(value, Tensor) else value for key, value in others.items()}
         self.inner.param_groups = [{**job.options, "params": [leaf]}]
         self.inner.state = defaultdict(dict, {leaf: state} if state else {})
         self.inner.step()
-        after = self.inner.state[leaf]
+        after, options = self.inner.state[leaf], self.inner.param_groups[0]
+        job.written = {k: v for k, v in options.items() if k != "params" and v is not job.options.get(k, options) and sendable(v)}
         self.inner.state, self.inner.param_groups = defaultdict(dict), []
-        after = {key: value if _is_state(value, job.shape) else job.run.rested(value) for key, value in after.items()}
-        return leaf.detach(), after
+        return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
+
+    def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
+        """A state as it is kept. That of a stack of one matrix (1, m, n), which a class of stacks makes, has the shape of the matrix."""
+        if isinstance(value, Tensor) and key not in job.others:
+            leading = value.dim() - len(job.shape)
+            if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
+                self.stacked[key, len(job.shape)] = leading
+                return value.view(job.shape)
+        return job.run.rested(value) if not _is_state(value, job.shape) else value
+
+    def _leading(self, job: Stepping, key: str) -> int:
+        """How many dimensions of 1 the class gives a state before those of its parameter. After a load, a step of zeros tells."""
+        at = key, len(job.shape)
+        if at not in self.stacked:
+            self.stacked[at] = 0
+            first, zeros = replace(job, states={}, others={}), torch.zeros(job.numel, device=self.comm.device)
+            self._step_class(first, zeros, zeros.clone(), {})
+        return self.stacked[at]
 
     # -- replicated ----------------------------------------------------------------------------------------------
 
@@ -196,19 +217,20 @@ class WholeStepper:
             if parts is not None:
                 value, after = self._step_class(job, parts[0], parts[1], dict(zip(job.states, parts[2:], strict=True)))
                 mine = job, value, after
-        told = _told(mine[0], mine[2]) if mine is not None else None
+        told = (*_told(mine[0], mine[2]), mine[0].written) if mine is not None else None
         everyone = exchange_values(self.comm, told, "optimizer step: states of whole parameters")
         for job in turn:
-            states, job.others = self._imagined(job) if self.comm.imagined and job.owner != self.comm.rank else everyone[job.owner]
+            imagined = self.comm.imagined and job.owner != self.comm.rank
+            states, job.others, job.written = self._imagined(job) if imagined else everyone[job.owner]
             job.states = dict(sorted(states.items()))
         self._give_back(turn, mine)
 
-    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+    def _imagined(self, job: Stepping) -> tuple[dict[str, torch.dtype], dict[str, Any], dict[str, Any]]:
         """What an imagined owner would tell: of a first step, without memory, and seen by nobody who counts."""
         first = replace(job, states={}, others={})
         with disable_current_modes():
             param, grad = (torch.empty(job.numel, dtype=job.group.masters.stepped.dtype, device="meta") for _ in range(2))
-            return _told(first, self._step_class(first, param, grad, {})[1])
+            return *_told(first, self._step_class(first, param, grad, {})[1]), first.written
 
     def _collect(self, job: Stepping) -> list[Tensor] | None:
         """Value, gradient and states of one parameter, whole and flat, on its owner; None elsewhere."""

@@ -28,6 +28,7 @@ from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
 from .plans import Plan, divides, plan_for
 from .stages import StandIn, cut_stages
 from .tensor_parallel import apply
+from .tied import exchange_objects
 from .traffic import Traffic
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
@@ -58,7 +59,8 @@ def parallelize(
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or on
             the meta device. Drop it afterwards: the rank's part is `run.model`.
         mesh: with axes named of "pp", "dp" (or "dp_replicate" and "dp_shard"), "tp". What has no axis is not cut.
-        optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...).
+        optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...). Where all
+            of a part are frozen it gets one trained stand-in of a single element, and the part's own take its place.
         micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
         schedule: of the pipeline: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
@@ -91,10 +93,45 @@ def parallelize(
             part = _of_stage(chosen, module)
             stays_cut = loss_parallel and (part.head is not None or chosen.head is None)  # apply says where there is no head at all
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
-    made = [None if optimizer is None else optimizer(module.parameters()) for module in modules]
+    made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
     context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context)
+
+
+def _optimizers(make: MakeOptimizer, modules: list[nn.Module], mesh: DeviceMesh) -> list[torch.optim.Optimizer]:
+    """One for each part of the rank. Raises ConfigError on all ranks where `make` raises on one: the others would wait (collective)."""
+    made, problems = [], {}
+    try:
+        made = [_optimizer(make, module) for module in modules]
+    except Exception as error:  # of the user's function: any
+        cause: Exception | None = error
+        problems[mesh.get_rank()] = f"{type(error).__name__}: {error}"
+    else:
+        cause = None
+    for name in mesh.mesh_dim_names or ():
+        for told in exchange_objects(problems, mesh[name].get_group()):
+            problems = problems | told
+    if problems:
+        rank, text = min(problems.items())
+        raise ConfigError(
+            f"optimizer: on rank {rank} ({len(problems)} of {mesh.size()} ranks) it raised {text} It is called with the parameters of "
+            "the rank's part alone, those of its blocks: expected an optimizer for any part of the model."
+        ) from cause
+    return made
+
+
+def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
+    """What `make` makes of a part. One without trained parameters takes part in steps, norms and schedules all the same."""
+    params = list(module.parameters())
+    if any(param.requires_grad for param in params):
+        return make(iter(params))
+    stand_in = nn.Parameter(torch.zeros(1, 1, dtype=params[0].dtype, device=params[0].device))  # a function may look at dimensions
+    made = make(iter([stand_in]))
+    for group in made.param_groups:
+        group["params"] = params if any(param is stand_in for param in group["params"]) else []
+    made.state.clear()
+    return made
 
 
 def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:

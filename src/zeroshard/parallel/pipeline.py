@@ -216,6 +216,12 @@ class Pipeline:
         mine = (wrong, str(schedule).lower(), self.micro_batches, len(self.stages))
         told = exchange_objects(mine, self.group)
         wrong = next((row[0] for row in told if row[0]), None)
+        steps = exchange_objects(any(runtime.optimizer is not None for runtime in self.runtimes), self.group)
+        if wrong is None and any(steps) and not all(steps):
+            wrong = (
+                f"the stages of rank {steps.index(False)} of the pipeline were sharded without an optimizer, others with one: a step is one of "
+                "all stages. Give zs.shard one of a stage's parameters even where all are frozen: AdamW(stage.parameters())."
+            )
         if wrong is None and any(row != told[0] for row in told):
             wrong = f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
         payload = f"{wrong or ''}|{self.micro_batches}".encode()

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
 from ..utils import torch_compat
+from ..utils.torch_compat import has_hooks
 from .tiled_parameter import Part
 
 if TYPE_CHECKING:  # it takes seconds to import; who has DTensors has imported it
@@ -178,9 +179,8 @@ class Localised:
 def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
     local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
     local.__dict__.update(param.__dict__, _distribution=distribution)
-    for table in torch_compat.HOOK_TABLES:
-        if getattr(param, table):
-            raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard().")
+    if has_hooks(param):
+        raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook).")
     return local
 
 

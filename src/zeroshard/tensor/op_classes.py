@@ -26,6 +26,8 @@ _WRITE = frozenset(
     "__delitem__ __setitem__ backward module_load share_memory".split()
     + [f"__i{name}__" for name in "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor".split()]
 )
+# of the whole tensor to a number, or little more: at rest it is gathered for them
+READS = frozenset("allclose amax amin argmax argmin count_nonzero equal item max mean median min prod std sum var".split())
 _ALIAS = frozenset(["detach"])  # what is written to it is written to the parameter
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+_METHOD = 'In a method of another name than forward: zs.register_forward(module, "encode").'
 _NORMS = ("aten::linalg_vector_norm", "aten::_foreach_norm", "aten::norm")
 
 
@@ -20,10 +21,20 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
         return "Run it inside `with zs.gathered(module, write=True):`."
     if grows:
         return (
-            "Do it in the model's forward, or with `p.full_tensor()`, on all ranks: gradients go through both. To look at values alone, "
-            "`with torch.no_grad(), zs.gathered(module):` (write=True to change them)."
+            f"Do it in the model's forward, or with `p.full_tensor()`, on all ranks: gradients go through both. {_METHOD} To look at "
+            "values alone, `with torch.no_grad(), zs.gathered(module):` (write=True to change them)."
         )
     return (
         "Do it in the model's forward, run it inside `with zs.gathered(module):` (write=True to change it), or take "
-        "`p.full_tensor()`, on all ranks."
+        f"`p.full_tensor()`, on all ranks. {_METHOD}"
     )
+
+
+def remedy_of_whole(of_gradient: bool) -> str:
+    """What to do where a whole tensor was to be changed by what is sharded. of_gradient: it surely is a gradient."""
+    remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+    average = (
+        " For a moving average of the model (torch.optim.swa_utils.AveragedModel) take zs.ema(model, decay), which keeps slices and "
+        "follows each step."
+    )
+    return remedy if of_gradient else remedy + average

@@ -29,8 +29,8 @@ from .dcp_chunks import chunk_list, shard_at, write_items
 from .differentiable import ReadableSlices, ReadableWhole
 from .memory_access import HasNoMemory
 from .norms import allow_foreach, foreach_norm, whole_norm
-from .op_classes import computes
-from .refusals import remedy_of
+from .op_classes import READS, computes
+from .refusals import remedy_of, remedy_of_whole
 from .rows import RangeHome
 
 aten = torch.ops.aten
@@ -78,6 +78,9 @@ class Home(Protocol):
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`."""
 
+    def adopt(self, hook: Callable) -> Callable:
+        """What autograd is to call when the gradient is complete, for a hook of the program."""
+
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
 
@@ -117,6 +120,8 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
             return handler(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags and _writes_first(func):
             return _random_(func, args, kwargs)
+        if func._schema.name.removeprefix("aten::") in READS:
+            return _of_whole(func, args, kwargs)
         if torch.Tag.pointwise in func.tags or _is_local_foreach(func):
             return _elementwise(func, args, kwargs)
         raise _refusal(func, args, kwargs)
@@ -193,6 +198,8 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
                 result = param._home.lend(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
+            if getattr(func, "__name__", "") in READS:
+                args, kwargs = tree_map_only(ShardedParameter, lambda param: param.full_tensor(), (args, kwargs))
         with torch_compat.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -219,8 +226,11 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
         return self._compute.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
-        """As on a tensor: called with the gathered parameter when its local gradient is complete."""
-        return self._compute.register_post_accumulate_grad_hook(hook)
+        """As on a tensor: called with this parameter, as it is at rest, when its local gradient is complete and has been sent."""
+        compute = self.__dict__.get("_compute")
+        if compute is None:  # born under zs.init: zs.shard takes the hook along
+            return super().register_post_accumulate_grad_hook(hook)
+        return compute.register_post_accumulate_grad_hook(self._home.adopt(hook))
 
 
 class ReplicatedParameter(ReadableWhole, nn.Parameter):
@@ -251,6 +261,10 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
             torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._home.set_gradient(value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable) -> Any:
+        """As on a tensor: called when the local gradient is complete and has been sent (`grad` is None, or that of earlier backwards)."""
+        return super().register_post_accumulate_grad_hook(self._home.adopt(hook))
 
     def __deepcopy__(self, memo: dict) -> nn.Parameter:
         """An ordinary parameter: the copy belongs to no sharded model."""
@@ -301,9 +315,10 @@ def _refusal(func: Any, args: tuple, kwargs: dict) -> ShardedAccessError:
     of_gradient = any(t._of_gradient for t in tensors)
     whole = "the whole gradient of" if of_gradient else "the whole of"
     grows = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     if _writes_first(func) and isinstance(args[0], Tensor) and kind is ShardedAccessError:  # p -= lr * p.grad at stages 1 and 2
-        remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+        remedy = remedy_of_whole(of_gradient)
+    else:
+        remedy = remedy_of(func._schema.name, of_gradient, kind is ShardedWriteError, grows)
     return kind(f"{func} needs {whole} {', '.join(names[:3])}, of which this rank holds a slice. {remedy}")
 
 
@@ -467,6 +482,23 @@ def _any_or_all(func: Any, args: tuple, kwargs: dict) -> Tensor:
     return func(tensor._home.gather_local(func(tensor._local).view(1)))
 
 
+def _of_whole(func: Any, args: tuple, kwargs: dict) -> Any:
+    """p.data.max(), torch.equal(p.grad, q.grad): of the whole tensors (collective). Where a graph would grow it is refused."""
+    differentiable = any(isinstance(result.type, torch.TensorType) for result in func._schema.returns)  # not torch.equal
+    if differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _sharded_in((args, kwargs))):
+        raise _refusal(func, args, kwargs)
+    return func(*tree_map_only(ShardedTensor, ShardedTensor.full_tensor, args), **kwargs)
+
+
+def _view(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
+    """p.view(-1): the same slice under another shape."""
+    source = args[0]
+    shape = torch.empty(tuple(source.shape), device="meta").view(*args[1:], **kwargs).shape
+    view = ShardedTensor(source._held, tuple(shape), source._home, dtype=source.dtype, device=source.device)
+    _inherit(view, source)
+    return view
+
+
 def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
     result = (foreach_norm if isinstance(args[0], (list, tuple)) else whole_norm)(func, args, kwargs, ShardedTensor)
     if result is NotImplemented:
@@ -514,6 +546,7 @@ def _stretch(func: Any, args: tuple, kwargs: dict, part: slice, writes: bool) ->
 _HANDLERS: dict[Any, Callable] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
+    aten.view.default: _view,
     aten.clone.default: _copy_of,
     aten._to_copy.default: _copy_of,
     aten.empty_like.default: _copy_of,

@@ -37,6 +37,16 @@ def running_forward() -> FrameType | None:
     return None
 
 
+def forward_runs(module: nn.Module) -> bool:
+    """Whether a call of the module runs on this thread; False of a call of its `forward` past its hooks, and of a compiled one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals["self"] is module:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def ended(frame: FrameType) -> bool:
     """Whether a call is over, on whatever thread it ran. If so its variables go: a forward that was interrupted holds activations."""
     try:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from .torch_compat import tree_map_only
 
+from .dtypes import follows_precision
+
 _TENSORLESS = (
     type(None), str, bytes, bytearray, int, float, complex, range, type, enum.Enum, types.ModuleType, torch.nn.Module,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator,
@@ -173,16 +175,14 @@ def _sequence_of(items: list[Any], like: Any) -> Any:
 
 
 def caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Of a floating-point tensor (not fp64) the same in `dtype`; of another, itself."""
+    """Of a floating-point tensor (not fp64, fp8, fp4) the same in `dtype`; of another, itself."""
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.dtype not in (dtype, torch.float64):
-            return tensor.to(dtype)
-        return tensor
+        return tensor.to(dtype) if follows_precision(tensor.dtype) else tensor
 
     return cast
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with its floating-point tensors (not fp64) in `dtype`."""
+    """`value` with its floating-point tensors (not fp64, fp8, fp4) in `dtype`."""
     return map_tensors(caster(dtype), value)

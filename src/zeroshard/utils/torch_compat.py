@@ -70,16 +70,10 @@ FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes by which a fake tens
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl  # as `__torch_function__` of a class: torch's functions as they are
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-swap_tensor_impl = torch._C._swap_tensor_impl
 assert_async = torch._assert_async
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
     torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_,
 )  # fmt: skip
-
-
-def in_no_graph(tensor: torch.Tensor) -> bool:
-    """Whether no living graph of autograd refers to a tensor: it may be swapped then."""
-    return tensor._use_count() <= 1
 
 
 def set_local_part(tensor: Any, part: torch.Tensor) -> None:
@@ -95,6 +89,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 def rebuilder() -> Callable[..., torch.Tensor]:
     """The function by which a pickled tensor is made again."""
     return torch._utils._rebuild_tensor_v2
+
+
+def rebuilder_of_dtype() -> Callable[..., torch.Tensor]:
+    """The same for what torch.save writes of dtypes without a class of storages."""
+    return torch._utils._rebuild_tensor_v3
 
 
 def faking() -> bool:
@@ -116,6 +115,37 @@ def references(tensor: torch.Tensor) -> int:
     """How many tensors (views, detached aliases, what autograd has saved) have the memory of this one; 0 where torch does not tell."""
     owners = getattr(torch._C, "_storage_Use_Count", None)
     return 0 if owners is None else owners(tensor.untyped_storage()._cdata)
+
+
+def swap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
+    if one._use_count() > 1 or other._use_count() > 1:  # type: ignore[attr-defined]
+        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
+
+
+def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
+    """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
+    torch._C._swap_tensor_impl(one, other)
+    one.__class__, other.__class__ = other.__class__, one.__class__
+    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+
+
+def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
+    for table in HOOK_TABLES:
+        hooks = getattr(source, table)
+        if hooks and getattr(target, table) is not hooks:
+            setattr(target, table, hooks)
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
+    """The hooks of a tensor that run when its gradient is complete: torch's own table, in which they may be exchanged."""
+    return tensor._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from torch import nn
 from ..config import Config, Units
 from ..errors import ConfigError, ShardedAccessError, did_you_mean
 from ..tensor.distributed import distribution_of
-from ..tensor.tiled_parameter import Tile, Tiled, class_and_name
+from ..tensor.tiled_parameter import Tile, Tiled, class_and_name, whole_name
 from ..utils import torch_compat
+from ..utils.dtypes import follows_precision, is_narrow
 from ..utils.torch_compat import original
 from .parameter import ParamSpec
 
@@ -53,14 +54,14 @@ def collect(model: nn.Module, config: Config) -> list[ParamSpec]:
     """
     check_lazy(model)
     specs: dict[int, ParamSpec] = {}
-    dtypes = module_dtypes(model, config)
+    policy = Policy.of(model, config)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
             if param is None:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             _check(name, param)
-            dtype = _dtype(param, dtypes.get(id(module)), config)
+            dtype = policy.dtype(module, param, config)
             spec = specs.setdefault(
                 id(param), ParamSpec(name, param, [], dtype, tuple(param.shape), param.requires_grad, param.dtype)
             )
@@ -92,24 +93,48 @@ def check_lazy(model: nn.Module) -> None:
 def _check(name: str, param: nn.Parameter) -> None:
     if param.layout is not torch.strided:
         raise ShardedAccessError(f"{name}: expected a dense parameter, got layout {param.layout}.")
+    if param.is_complex() and param.requires_grad:
+        attribute = name.rpartition(".")[2]
+        raise ShardedAccessError(
+            f"{name}: expected a real parameter, got {param.dtype}. Keep its two parts, self.{attribute} = "
+            f"nn.Parameter(torch.view_as_real(value)), and compute with torch.view_as_complex(self.{attribute}) in the forward: gradients "
+            "and steps are the same."
+        )
     if not param.is_floating_point() and param.requires_grad:
         raise ShardedAccessError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
 
 
-def _dtype(param: nn.Parameter, policy: torch.dtype | None, config: Config) -> torch.dtype:
-    """In which dtype the parameter computes: the policy's, then the precision's; integers and fp64 keep theirs."""
-    if not param.is_floating_point() or param.dtype == torch.float64:
-        return param.dtype
-    return policy or (param.dtype if config.precision == "fp32" else config.compute_dtype)
+@dataclass(frozen=True)
+class Policy:
+    """In which dtype modules and parameters compute, where `Config.dtypes` says something: id of each -> its dtype."""
+
+    modules: dict[int, torch.dtype]
+    parameters: dict[int, torch.dtype]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config) -> Policy:
+        """Raises ConfigError for a key that means no module and no parameter."""
+        modules, unmatched = _module_dtypes(model, config)
+        return cls(modules, _parameter_dtypes(model, config, unmatched))
+
+    def dtype(self, module: nn.Module, param: nn.Parameter, config: Config) -> torch.dtype:
+        """Return in which dtype a module's parameter computes: its own, its module's, the precision's.
+
+        Integers and fp64 keep theirs, and so does what is stored narrow (fp8, fp4) and not trained: a quantizer has made it.
+        """
+        if id(param) in self.parameters:
+            return self.parameters[id(param)]
+        if not follows_precision(param.dtype) and not (is_narrow(param.dtype) and param.requires_grad):
+            return param.dtype
+        return self.modules.get(id(module)) or (param.dtype if config.precision == "fp32" else config.compute_dtype)
 
 
-def module_dtypes(model: nn.Module, config: Config) -> dict[int, torch.dtype]:
-    """id of each module that a policy holds for -> its dtype: of its own match in `Config.dtypes`, or the nearest ancestor's.
+def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dtype], list[str]]:
+    """(id of each module that a policy holds for -> its dtype, keys that match no module).
 
-    Norms that keep fp32 statistics are fp32 unless a key matches them: torch has no kernels for other mixtures. A module
-    that is never called goes with its parent, which reads its parameters.
-
-    Raises ConfigError for a key that matches no module.
+    The dtype is that of the module's own match in `Config.dtypes`, or the nearest ancestor's. Norms that keep fp32 statistics are
+    fp32 unless a key matches them: torch has no kernels for other mixtures. A module that is never called goes with its parent,
+    which reads its parameters.
     """
     found: dict[str, torch.dtype | None] = {}
     unmatched, result = set(config.dtypes), {}
@@ -121,12 +146,31 @@ def module_dtypes(model: nn.Module, config: Config) -> dict[int, torch.dtype]:
         found[name] = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
         if found[name] is not None:
             result[id(module)] = found[name]
-    for key in config.dtypes:
+    return result, [key for key in config.dtypes if key in unmatched]
+
+
+def _parameter_dtypes(model: nn.Module, config: Config, keys: list[str]) -> dict[int, torch.dtype]:
+    """id of each floating-point parameter that a key names -> its dtype: of the first key that matches one of its names.
+
+    Raises ConfigError for a key that names none.
+    """
+    result: dict[int, torch.dtype] = {}
+    unmatched, known = set(keys), {type(module).__name__ for module in model.modules()}
+    for prefix, module in model.named_modules(remove_duplicate=False) if keys else ():
+        known.add(prefix)
+        for attribute, param in torch_compat.own_parameters(module).items():
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            name = whole_name(name) if isinstance(module, Tile) else name
+            known.add(name)
+            matching = [key for key in keys if fnmatchcase(name, key)] if param is not None and param.is_floating_point() else []
+            unmatched.difference_update(matching)
+            if matching:
+                result.setdefault(id(param), config.dtypes[matching[0]])
+    for key in keys:
         if key in unmatched:
-            known = {type(module).__name__ for module in model.modules()} | set(found)
             raise ConfigError(
-                f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}."
-                f"{did_you_mean(key, known)}"
+                f"dtypes: no module of {type(model).__name__} has the class or (as a pattern) the name {key!r}, and no floating-point "
+                f"parameter has the name.{did_you_mean(key, known)}"
             )
     return result
 
@@ -146,7 +190,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 def casts(model: nn.Module, config: Config) -> list[tuple[nn.Module, torch.dtype, torch.dtype]]:
     """Where the dtype changes: (module, dtype inside, dtype around it), for modules with a forward, outermost first."""
-    dtypes, found, seen = module_dtypes(model, config), [], set()
+    dtypes, found, seen = Policy.of(model, config).modules, [], set()
 
     def visit(module: nn.Module, around: torch.dtype) -> None:
         if id(module) in seen:

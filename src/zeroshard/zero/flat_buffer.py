@@ -60,12 +60,11 @@ class ParameterBuffer:
 
     def __init__(
         self, layout: FlatLayout, dtype: torch.dtype, config: Config, comm: Comm, ledger: Ledger, tiers: Tiers,
-        number: int, label: str,
+        number: int, label: str, sharded: bool,
     ) -> None:  # fmt: skip
-        """number: of this buffer, the same on every rank."""
+        """number: of this buffer, the same on every rank. sharded: its placement, else REPLICATED."""
         self.layout, self.comm, self.ledger, self.tiers, self.label = layout, comm, ledger, tiers, label
-        self.number, self.dtype = number, dtype
-        self.sharded = config.row.parameter is Placement.SHARDED
+        self.number, self.dtype, self.sharded = number, dtype, sharded
         self._full_nbytes = layout.numel * dtype.itemsize
         offload = config.offload_param
         self.tier = offload.tier if self.sharded else Tier.DEVICE

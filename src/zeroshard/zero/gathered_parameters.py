@@ -24,9 +24,10 @@ from ..errors import ConfigError, ShardedAccessError, ShardedWriteError, Zerosha
 from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
 from ..utils import torch_compat
+from ..utils.torch_compat import exchange
 from .init_context import BirthHome
 from .parameter import ParamHome
-from .shard_model import exchange, write_value
+from .shard_model import write_value
 from .unit import Unit
 
 _BROADCAST_NBYTES = 1 << 26  # of one rank's values that travel at a time
@@ -139,7 +140,10 @@ class Gathering:
         homes: list[ParamHome] = [param._home for param in params]  # type: ignore[attr-defined]
         unit, runtime = homes[0].group.unit, homes[0].group.runtime
         busy = unit.depth > 0 or unit.in_backward
-        if runtime.in_forward and torch.is_grad_enabled():
+        if unit.sharded and not self._writes:  # to be read, what is whole at rest is left as it is
+            homes = [home for home in homes if home.group.values.sharded]
+            params = [home.group.params[home.index] for home in homes]
+        if not params or (runtime.in_forward and torch.is_grad_enabled()):
             return
         if not busy:
             unit.swap_out()
@@ -153,7 +157,7 @@ class Gathering:
         unit.groups[0].values.ledger.enter(GATHERED, nbytes)  # beside what the unit takes when it is gathered
         self._opened.append((unit, unit.pinned, nbytes))
         # a unit of which only a part is whole, to be read, is gathered by forwards as ever
-        whole = self._writes or not unit.sharded or len(params) == sum(len(group.specs) for group in unit.groups)
+        whole = self._writes or not unit.sharded or len(params) == sum(len(group.specs) for group in unit.gathered)
         unit.pinned = unit.pinned or (whole and not busy)
 
     def close(self) -> None:

@@ -19,8 +19,9 @@ from ..config import Config
 from ..errors import ModelChanged, ShardedAccessError
 from ..tensor.distributed import distribution_of
 from ..utils import torch_compat
+from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
-from .auto_wrap import casts, module_dtypes
+from .auto_wrap import Policy, casts
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -42,7 +43,7 @@ def attach(runtime: Runtime) -> None:
                 module.__dict__["__reduce_ex__"] = runtime.__reduce_ex__  # torch.save(module): not the hooks' own error
         for group in unit.trainable:
             for index, param in enumerate(group.compute):
-                runtime.handles.append(param.register_post_accumulate_grad_hook(_gradient_hook(group, index)))
+                runtime.handles.append(Tensor.register_post_accumulate_grad_hook(param, _gradient_hook(group, index)))
     _attach_root(runtime)
     runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(runtime.model):
@@ -193,17 +194,17 @@ def _attach_policy(runtime: Runtime, module: nn.Module, inside: torch.dtype, aro
 
 
 class _CastBuffers:
-    """Floating-point buffers (not fp64) in the dtype in which their module computes; `remove` gives them back their own."""
+    """Floating-point buffers (not fp64, fp8, fp4) in the dtype in which their module computes; `remove` gives them back their own."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         default = None if config.precision == "fp32" else config.compute_dtype
-        dtypes = module_dtypes(model, config)
+        dtypes = Policy.of(model, config).modules
         self._given: list[tuple[dict, str, torch.dtype]] = []
         wanted = []
         for module in model.modules():
             for name, buffer in torch_compat.own_buffers(module).items():
                 dtype = dtypes.get(id(module), default)
-                if buffer is not None and dtype is not None and buffer.is_floating_point() and buffer.dtype != torch.float64:
+                if buffer is not None and dtype is not None and follows_precision(buffer.dtype):
                     self._given.append((torch_compat.own_buffers(module), name, buffer.dtype))
                     wanted.append((torch_compat.own_buffers(module), name, dtype))
         _cast_entries(wanted)

@@ -29,9 +29,10 @@ from ..errors import ShardedAccessError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
+from ..utils.dtypes import casts_to
+from ..utils.torch_compat import swap
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
-from .shard_model import swap
 from .shared_storage import Origin
 
 _UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one
@@ -104,8 +105,7 @@ def _born(
         return None
     home, given = BirthHome(comm, f"{type(module).__name__}.{name}", param.numel()), attributes_of(param)
     local = param.detach().reshape(-1)[home.start : home.stop].clone()
-    if dtype is not None and local.is_floating_point():
-        local = local.to(dtype)
+    local = local.to(casts_to(local.dtype, dtype))
     home.origin = Origin(param, local)
     born = ShardedParameter(local, tuple(param.shape), home, param.requires_grad)
     if swap(param, born):  # the user's object: registered again, it is the same one

@@ -17,6 +17,7 @@ from ..io.aligned import bytes_of
 from ..tensor.distributed import Distribution, local_of
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.tiled_parameter import Part, part_of, whole_name
+from .user_hooks import adopted
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class ParamSpec:
     given_dtype: torch.dtype  # in which the user gave it
     number: int = -1  # position in the model, the bit in participation masks
     distribution: Distribution | None = None  # over axes of the mesh that are not data-parallel; shape is that of the local shard
+    whole: bool = False  # at rest, on every rank, though others are sharded (Config.param_persistence_threshold)
     counts: bool = True  # this rank's is the one that counts, of those that hold the same along these axes
 
     @property
@@ -168,6 +170,9 @@ class ParamHome:
             return F.pad(grad * self.comm.world_size, around).view(shape)  # the reduction divides what one rank alone has
 
         return arrive
+
+    def adopt(self, hook: Callable) -> Callable:
+        return adopted(hook, self.group, self.index)
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NotImplemented if self.group.runtime is None else self.group.runtime.lend(self.group.unit, func, args, kwargs)

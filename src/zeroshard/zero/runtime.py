@@ -75,6 +75,7 @@ class Runtime:
         self.saved = SavedParameters(units)
         self.sync = True  # False inside zs.accumulate
         self.closed = False
+        self.end_answering = self.world.answer_for(self)  # to peers who ask what this rank does
         self.progress = Progress(config)
         self.messages: deque[str] = deque(topology.notes, maxlen=100)
         self._model_watch = ModelWatch(model, self.groups)
@@ -91,7 +92,7 @@ class Runtime:
     def __reduce_ex__(self, protocol: object) -> Any:
         raise ShardedAccessError(
             f"a sharded {type(self.model).__name__} can not be copied or pickled. Copy it before zs.shard(), or take "
-            "zs.full_state_dict(model)."
+            "zs.full_state_dict(model); for a moving average zs.ema(model, decay)."
         )
 
     def tell(self, message: str) -> None:
@@ -134,7 +135,7 @@ class Runtime:
             self.frozen.follow()
             for unit in self.units:
                 unit.check_unchanged()
-        given = Exchanged(caster(self.config.compute_dtype), (args, kwargs)) if self.config.precision != "fp32" else None
+        given = Exchanged(self._received, (args, kwargs)) if self.config.precision != "fp32" else None
         self._running.append(running_forward())
         self._given.append(given)
         return (args, kwargs) if given is None else given.value
@@ -155,10 +156,17 @@ class Runtime:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._reached)
-        if self.progress.scaler is None or output is None:
+        if self.progress.scaler is None or output is None or self._running:  # within a forward of the same model it stays inside
             return output
         output = cast_floating(output, torch.float32)
         return map_tensors(self._scale_gradient, output)
+
+    def _received(self, given: Tensor) -> Tensor:
+        """An input of the model as its forward gets it. The gradient that leaves by it is free of the loss scale: it may enter again."""
+        if self.progress.scaler is not None and given.requires_grad and torch.is_grad_enabled() and not self._running:
+            given = given.view_as(given)
+            given.register_hook(lambda grad: grad / self.progress.loss_scale)
+        return caster(self.config.compute_dtype)(given)
 
     def _scale_gradient(self, output: Tensor) -> Tensor:
         """An output of the model whose gradient will enter it scaled."""
@@ -432,7 +440,7 @@ class Runtime:
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
                 "submodule called directly), so the loss scale could not be applied. Return such losses from forward; a loss of "
-                "parameters alone is scaled where it is one of `p.full_tensor()`."
+                "parameters alone is scaled where it is one of `p.full_tensor()`, and that of a method where zs.register_forward names it."
             )
         take_part(self, None)
         self.account.ending()

@@ -76,7 +76,7 @@ class SavedParameters:
         """The unit's memory is known from now on, in place of what it had before."""
         self._groups = {memory: group for memory, group in self._groups.items() if group.unit is not unit}
         if unit.memories:
-            self._groups |= {memory_of(group.values.full): group for group in unit.groups}
+            self._groups |= {memory_of(group.values.full): group for group in unit.gathered}
 
     def push(self, unit: Unit) -> None:
         """A forward of the unit begins: what it saves of gathered parameters are handles."""

@@ -6,6 +6,7 @@ place, the sharded parameter, and its old tensor becomes the compute parameter o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -27,10 +28,12 @@ from ..tensor.attributes import attributes_of
 from ..tensor.flat_layout import FlatLayout
 from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, ShardedTensor
 from ..utils import torch_compat
+from ..utils.torch_compat import carry_hooks, swap
 from .auto_wrap import UnitPlan
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .parameter import ParamHome, ParamSpec
 from .unit import ParamGroup, Unit
+from .user_hooks import adopt
 
 STAGING_BUFFERS = 2  # gradients of two units under way: one being filled, one being reduced
 LANDINGS = STAGING_BUFFERS + 1
@@ -132,18 +135,28 @@ class Builder:
 
     def _lay_out(self, plans: list[UnitPlan]) -> tuple[list[list[Pair]], _BufferSizes]:
         """The flat buffers of each unit, and the sizes of the others."""
+        self._choose_whole([spec for plan in plans for spec in plan.specs])
         units = [[(bucket, self._layout(bucket)) for bucket in self._buckets(plan)] for plan in plans]
         pairs = [pair for unit in units for pair in unit]
         trainable = [(bucket[0], layout) for bucket, layout in pairs if bucket[0].requires_grad]
         self._states = {id(spec): self._plan_states(spec, layout) for spec, layout in trainable}
         return units, self._buffer_sizes(pairs)
 
+    def _choose_whole(self, specs: list[ParamSpec]) -> None:
+        """Which parameters stay whole where others are sharded: the small ones, in the order of the model while there is room."""
+        config, room = self.config, self.config.model_persistence_threshold
+        for spec in sorted(specs, key=lambda spec: spec.number):
+            numel = math.prod(spec.shape)
+            spec.whole = config.row.parameter is Placement.SHARDED and numel <= min(config.param_persistence_threshold, room)
+            room -= numel * spec.whole
+
     def needs(self, plans: list[UnitPlan]) -> dict[Place, int]:
         """Bytes that this rank would hold, gathered units among them; nothing is made, and `build` may follow."""
         units, sizes = self._lay_out(plans)
         found = self._needs([pair for unit in units for pair in unit], sizes)
         if self._sharded and self.comm.world_size > 1:
-            nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in units)
+            sharded = [[(bucket, layout) for bucket, layout in unit if not bucket[0].whole] for unit in units]
+            nbytes = sorted(sum(layout.numel * bucket[0].dtype.itemsize for bucket, layout in unit) for unit in sharded)
             gathered = sum(nbytes[-3:])  # the root, the unit in use, the next one
             found[GATHERED, Tier.DEVICE, None] = gathered
         self._stepped_numel = self._offloaded_numel = 0
@@ -161,6 +174,7 @@ class Builder:
             units.append(Unit(plan.name, plan.modules, groups, number))
         self.topology.open()
         self._tell_plain(units)
+        self._tell_whole(units)
         return units
 
     def _tell_plain(self, units: list[Unit]) -> None:
@@ -175,8 +189,18 @@ class Builder:
                 name = {"values": "parameters", "grads": "gradients"}[what]
                 self.topology.notes.append(f"{name} of {len(names)} parameters ({numel:,} elements) travel plain: {shown}")
 
+    def _tell_whole(self, units: list[Unit]) -> None:
+        """Note which parameters are not sharded though others are."""
+        specs = [spec for unit in units for group in unit.groups for spec in group.specs]
+        whole = [math.prod(spec.shape) for spec in specs if spec.whole]
+        if whole:
+            self.topology.notes.append(
+                f"{len(whole)} of {len(specs)} parameters ({sum(whole):,} elements) stay whole on every rank: they have at most "
+                f"param_persistence_threshold={self.config.param_persistence_threshold:,} elements"
+            )
+
     def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """The unit's parameters by dtype, requires_grad, whether they travel packed, and are this rank's to count (norms go by group).
+        """The unit's parameters by dtype, requires_grad, whether they are whole at rest, travel packed, and are this rank's to count.
 
         Within, by optimizer group, matrices before vectors.
         """
@@ -184,7 +208,7 @@ class Builder:
         for spec in plan.specs:
             packs = self.topology.packs(spec.name, len(spec.shape))
             cut = spec.distribution.axes if spec.distribution is not None else ()
-            buckets.setdefault((str(spec.dtype), spec.requires_grad, packs, cut), []).append(spec)
+            buckets.setdefault((str(spec.dtype), spec.requires_grad, spec.whole, packs, cut), []).append(spec)
         for bucket in buckets.values():
             bucket.sort(key=lambda s: (self.group_of.get(id(s.original), -1), len(s.shape) < 2))
         return list(buckets.values())
@@ -202,9 +226,10 @@ class Builder:
                 sent.append(layout.numel * send.itemsize)
         limit = min(len(sent), 64)
         sizes.sent = (max(sent, default=0), min(STAGING_BUFFERS, limit), limit)
-        if config.row.parameter is Placement.SHARDED and self.tiers.away(config.offload_param):
-            nbytes = max(layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs)
-            sizes.fetched = (nbytes, min(max(config.offload_param.buffer_count // 2, 2), len(pairs)), min(len(pairs), 64))
+        fetched = [layout.shard_numel * bucket[0].dtype.itemsize for bucket, layout in pairs if not bucket[0].whole]
+        if self._sharded and fetched and self.tiers.away(config.offload_param):
+            count = min(max(config.offload_param.buffer_count // 2, 2), len(fetched))
+            sizes.fetched = (max(fetched), count, min(len(fetched), 64))
         if config.row.gradient is Placement.SHARDED and self.tiers.away(config.offload_gradient):
             sizes.landed_nbytes = max(
                 layout.shard_numel * max(4, self.gradient_dtype(bucket[0].dtype).itemsize) for bucket, layout in pairs
@@ -269,9 +294,9 @@ class Builder:
     def _group_need(self, bucket: list[ParamSpec], layout: FlatLayout) -> Group:
         dtype, columns = bucket[0].dtype, [self.tiers.state_columns.get(id(spec.original), 0) for spec in bucket]
         if not bucket[0].requires_grad:
-            return Group(layout.numel, layout.shard_numel, dtype)
-        offload, master = self._states[id(bucket[0])]
-        return Group(layout.numel, layout.shard_numel, dtype, self.gradient_dtype(dtype), offload, master, max(columns))
+            return Group(layout.numel, layout.shard_numel, dtype, whole=bucket[0].whole)
+        states = (self.gradient_dtype(dtype), *self._states[id(bucket[0])], max(columns))
+        return Group(layout.numel, layout.shard_numel, dtype, *states, bucket[0].whole)
 
     def send_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """In which dtype gradients of parameters of `dtype` travel."""
@@ -286,8 +311,9 @@ class Builder:
         label = f"{plan.name} ({dtype})"
         self.tag += 1
         values = ParameterBuffer(
-            layout, dtype, config, self._values_comm(bucket[0], layout), self.ledger, self.tiers, self.tag, f"gather {label}"
-        )
+            layout, dtype, config, self._values_comm(bucket[0], layout), self.ledger, self.tiers, self.tag, f"gather {label}",
+            self._sharded and not bucket[0].whole,
+        )  # fmt: skip
         grads = None
         if bucket[0].requires_grad:
             self.tag += 1
@@ -317,13 +343,14 @@ class Builder:
         """
         config, dtype = self.config, spec.dtype
         offload = config.offload_optimizer if self._offloads_next(layout.shard_numel) else Offload()
-        values = config.offload_param if config.row.parameter is Placement.SHARDED else Offload()
+        sharded = self._sharded and not spec.whole
+        values = config.offload_param if sharded else Offload()
         low = config.master_weights and dtype in (torch.bfloat16, torch.float16)
         steps_on_host = offload.tier is not Tier.DEVICE
         # who steps needs the values within reach, and for itself while a delayed update runs beside forward and backward
         away = (self.tiers.separate and values.tier is Tier.DEVICE) if steps_on_host else self.tiers.away(values)
         # packed values replace this rank's own as well, so that all ranks have the same
-        rounded = values.tier is Tier.DEVICE and not self._sharded and self._values_comm(spec, layout) is not self.comm
+        rounded = values.tier is Tier.DEVICE and not sharded and self._values_comm(spec, layout) is not self.comm
         if low or away or rounded or (steps_on_host and config.delayed_update is not None):
             return offload, torch.float32 if low else dtype
         return offload, None
@@ -370,6 +397,7 @@ class Builder:
             if type(fresh) is nn.Parameter:
                 fresh.__class__ = ReplicatedParameter
             fresh._home = group.homes[index]  # type: ignore[attr-defined]
+            adopt(group, index, fresh)
             group.params.append(fresh)
             group.compute.append(fresh)
             group.masters.versions.append(torch_compat.version(fresh))
@@ -385,6 +413,7 @@ class Builder:
             old.data = view
             compute = old
         carry_hooks(original, compute)
+        adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
         param.__dict__.update(given)
         param._compute = compute  # type: ignore[attr-defined]
@@ -406,32 +435,6 @@ class Builder:
         if not isinstance(original, ShardedTensor) and not original.is_meta:
             original.data = original.data.new_empty(0)
         return None
-
-
-def swap(one: Tensor, other: Tensor) -> bool:
-    """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
-    if not (torch_compat.in_no_graph(one) and torch_compat.in_no_graph(other)):
-        return False  # torch would swap, and poison the gradient accumulator that the graph keeps
-    try:
-        torch.utils.swap_tensors(one, other)
-    except RuntimeError:
-        return False
-    return True
-
-
-def exchange(one: Tensor, other: Tensor) -> None:
-    """As `swap`, where graphs and weak references may refer to both: graphs go on with the tensors that they know."""
-    torch_compat.swap_tensor_impl(one, other)
-    one.__class__, other.__class__ = other.__class__, one.__class__
-    one.__dict__, other.__dict__ = other.__dict__, one.__dict__
-
-
-def carry_hooks(source: Tensor, target: Tensor) -> None:
-    """Tensor hooks follow to the tensor that autograd sees: swapping leaves their tables with the Python object."""
-    for table in torch_compat.HOOK_TABLES:
-        hooks = getattr(source, table)
-        if hooks and getattr(target, table) is not hooks:
-            setattr(target, table, hooks)
 
 
 @torch.no_grad()

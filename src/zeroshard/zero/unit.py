@@ -270,7 +270,8 @@ class Unit:
 
     def __init__(self, name: str, modules: list[nn.Module], groups: list[ParamGroup], number: int) -> None:
         self.name, self.modules, self.groups, self.number = name, modules, groups, number
-        self.sharded = any(group.values.sharded for group in groups)
+        self.gathered = [group for group in groups if group.values.sharded]  # others are whole at rest
+        self.sharded = bool(self.gathered)
         self.phase = Phase.SHARDED if self.sharded else Phase.READY
         self.depth = 0  # forwards running inside
         self.in_backward = False
@@ -281,12 +282,12 @@ class Unit:
         self.writes = 0  # how often they were
         self.swapped = False  # modules hold compute parameters
         self._seen_versions: list[int] = []  # of compute parameters when that began
-        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in groups)
-        self.gathered_numel = sum(g.layout.numel for g in groups)
-        self._released = self.sharded and not any(g.values.mapped for g in groups)  # mapped memory never is
-        for group in groups:
+        self.gathered_nbytes = sum(g.layout.numel * g.values.full.itemsize for g in self.gathered)
+        self.gathered_numel = sum(g.layout.numel for g in self.gathered)
+        self._released = self.sharded and not any(g.values.mapped for g in self.gathered)  # mapped memory never is
+        for group in self.gathered:
             group.count_references()
-        self.staged = any(g.values.staged for g in groups)
+        self.staged = any(g.values.staged for g in self.gathered)
         self.trainable = [g for g in groups if g.trainable]
         self.expect()
         self._works: list[Work] = []
@@ -308,8 +309,8 @@ class Unit:
             group.unit = self
         self._guarded = [
             param
-            for group in groups
-            if group.values.sharded and not group.values.mapped
+            for group in self.gathered
+            if not group.values.mapped
             for param in group.compute
             if type(param) is nn.Parameter
         ]
@@ -319,12 +320,12 @@ class Unit:
     @property
     def memories(self) -> set[int | None]:
         """The memories that hold its parameters while it is gathered, and that it gives up."""
-        return {memory_of(group.values.full) for group in self.groups} if self._released else set()
+        return {memory_of(group.values.full) for group in self.gathered} if self._released else set()
 
     @property
     def referred(self) -> bool:
         """Whether anything but this library refers to them."""
-        return self._released and any(group.referred for group in self.groups)
+        return self._released and any(group.referred for group in self.gathered)
 
     def expect(self) -> None:
         """Count the parameters that require a gradient."""
@@ -347,7 +348,7 @@ class Unit:
         """Start to bring offloaded shards to the device (SHARDED -> FETCHING); False where no buffer is free for them."""
         if self.phase is not Phase.SHARDED or not self.staged:
             return True
-        if not all(group.values.fetch() for group in self.groups):
+        if not all(group.values.fetch() for group in self.gathered):
             return False  # a part may be under way: it is used when the rest follows
         self._move(Phase.FETCHING)
         return True
@@ -355,12 +356,12 @@ class Unit:
     @property
     def meets(self) -> bool:
         """True where a gather needs other ranks: it is more than a copy by this one."""
-        return any(not group.values.comm.copies for group in self.groups)
+        return any(not group.values.comm.copies for group in self.gathered)
 
     @property
     def fetched(self) -> bool:
         """True where what was fetched has arrived."""
-        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.groups)
+        return self.phase is Phase.FETCHING and all(group.values.fetched for group in self.gathered)
 
     def forget(self) -> None:
         """Drop what was fetched and not gathered (FETCHING -> SHARDED): the shards at rest are about to change."""
@@ -377,7 +378,7 @@ class Unit:
             return
         self._move(Phase.GATHERING)
         try:
-            for group in self.groups:
+            for group in self.gathered:
                 self._works.append(group.values.gather())
         except BaseException:
             self._abandon_gather()
@@ -388,7 +389,7 @@ class Unit:
         for work in self._works:
             work.wait()
         self._works = []
-        for group in self.groups:
+        for group in self.gathered:
             group.values.forget()
             group.values.release()
         self._move(Phase.SHARDED)
@@ -410,7 +411,7 @@ class Unit:
             return
         self.ready()
         lent, self.lent = self.lent and self.referred, False
-        for group in self.groups:
+        for group in self.gathered:
             if lent and group.referred:
                 group.part()
             group.values.release()
@@ -499,13 +500,13 @@ class Unit:
         self._shown = []
 
     def _versions(self) -> list[int]:
-        return [torch_compat.version(param) for group in self.groups for param in group.compute]
+        return [torch_compat.version(param) for group in self.gathered for param in group.compute]
 
     def check_unwritten(self) -> None:
         """At the end of a forward: raise ShardedWriteError where it has written one of its parameters in place."""
         if not self.swapped or self._versions() == self._seen_versions:
             return
-        specs = [spec for group in self.groups for spec in group.specs]
+        specs = [spec for group in self.gathered for spec in group.specs]
         written = [s.name for s, a, b in zip(specs, self._versions(), self._seen_versions, strict=True) if a != b]
         self._seen_versions = self._versions()
         if not self.in_backward:  # else what ends that does it
@@ -521,8 +522,8 @@ class Unit:
         """`param`, if it is of this unit, was just given the memory that it has (`p.set_(p)`): torch counts that as a write."""
         begin = 0
         for group in self.groups:
-            seen, first = (self._seen_versions, begin) if self.sharded else (group.masters.versions, 0)
-            begin += len(group.compute)
+            seen, first = (self._seen_versions, begin) if group.values.sharded else (group.masters.versions, 0)
+            begin += len(group.compute) if group.values.sharded else 0
             for place, (compute, view) in enumerate(zip(group.compute, group.values.views, strict=True), first):
                 if compute is param and seen[place:] and param.data_ptr() == view.data_ptr():
                     seen[place] += seen[place] + 1 == torch_compat.version(param)  # and nothing else has written

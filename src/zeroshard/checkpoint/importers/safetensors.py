@@ -18,7 +18,7 @@ from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError
 from ...io.tensor_reader import StoredTensor
-from ..safetensors import SAFETENSORS_DTYPES
+from ..safetensors import FOREIGN_DTYPES, SAFETENSORS_DTYPES, elements_of
 
 
 def index_folder(path: str | os.PathLike) -> dict[str, StoredTensor]:
@@ -96,8 +96,14 @@ def _tensors_of(file: Path) -> dict[str, StoredTensor]:
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-        stored[name] = StoredTensor(file, 8 + length + begin, end - begin, SAFETENSORS_DTYPES[entry["dtype"]], shape)
+        (begin, end), kind = entry["data_offsets"], entry["dtype"]
+        if kind not in SAFETENSORS_DTYPES:
+            known = "which torch has no dtype for" if kind in FOREIGN_DTYPES else "which is none of the format's dtypes"
+            raise CheckpointError(
+                f"{file}: {name} is {kind}, {known}; nothing was changed. Convert it to one of {', '.join(SAFETENSORS_DTYPES)}."
+            )
+        shape = elements_of(kind, tuple(entry["shape"]), 0.5)
+        stored[name] = StoredTensor(file, 8 + length + begin, end - begin, SAFETENSORS_DTYPES[kind], shape)
     for name, first in header.get("__metadata__", {}).items():  # ties: other names of a tensor
         if first in header and name not in header:
             stored[name] = stored[first]

@@ -38,7 +38,7 @@ from .logs import logger, warning_once
 from .partition import GatheredParameters
 from .whole_weights import WholeWeights, read_whole
 
-MODEL_FILE, OPTIMIZER_FILE = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+MODEL_FILE = "mp_rank_00_model_states.pt"
 SCRIPT = "zero_to_fp32.py"
 _COUNTERS = {"global_steps", "global_samples", "skipped_steps"}
 _FACTS = ("ds_config", "ds_version")
@@ -83,7 +83,7 @@ class Checkpoints(WholeWeights):
             save_dir, self.module, self.basic_optimizer, name=tag, step=self.global_steps,
             extra=self._extra(client_state), trained_only=exclude_frozen_parameters, overwrite=True, latest=save_latest,
             asynchronous=self._config.checkpoint_writer_decoupled,
-            files={} if comm.rank else self._described(client_state, exclude_frozen_parameters),
+            files=self._described(client_state, exclude_frozen_parameters),
         )  # fmt: skip
         if comm.rank == 0:
             self._copy_recovery_script(save_dir)
@@ -110,37 +110,41 @@ class Checkpoints(WholeWeights):
 
     def _extra(self, client_state: dict[str, Any]) -> dict[str, Any]:
         frozen = [name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad]
-        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, **self._facts()}
+        names = list(self.module.state_dict(keep_vars=True))  # in the module's order, which our own format does not keep
+        engine = {**self._counters(), "dp_world_size": self.dp_world_size, "frozen": frozen, "names": names, **self._facts()}
         extra = {"client_state": client_state, "engine": engine}
         return extra if self.lr_scheduler is None else {**extra, "lr_scheduler": self.lr_scheduler}
 
-    def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, bytes]:
-        """The files in DeepSpeed's names, without what takes memory."""
-        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()  # type: ignore[attr-defined]
+    def _described(self, client_state: dict[str, Any], exclude_frozen: bool) -> dict[str, Any]:
+        """The files in DeepSpeed's names, on rank 0: the model's, with its weights below stage 3; of optimizer states which there are."""
         state = self.module.state_dict(keep_vars=True)
-        state = self._without_frozen(state) if exclude_frozen else state
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        if runtime_of(self.module).comm.rank:
+            return {}
+        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()  # type: ignore[attr-defined]
         model = {
-            "module": {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()},
             "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
             "dp_world_size": self.dp_world_size, "mp_world_size": 1, **facts, **client_state,
         }  # fmt: skip
+        self._check_classes(model)
+        model["module"] = _told(self._without_frozen(state) if exclude_frozen else state, whole=stage < 3)
         optimizer = {"optimizer_state_dict": {"zero_stage": stage, "partition_count": self.dp_world_size}, **facts}
-        files = {}
-        for name, content in {MODEL_FILE: model, **({OPTIMIZER_FILE: optimizer} if stage else {})}.items():
-            out = io.BytesIO()
-            torch.save(content, out)
-            files[name] = out.getvalue()
+        ranks, bf16 = range(self.dp_world_size if stage else 0), self._config.bfloat16_config.enabled
+        paths = [self._get_rank_zero_ckpt_name("", "", 0, rank, bf16) for rank in ranks]
+        contents = {self._get_ckpt_name("", ""): _pickled(model), **dict.fromkeys(paths, _pickled(optimizer))}
+        return {os.path.basename(path): content for path, content in contents.items()}
+
+    @staticmethod
+    def _check_classes(model: dict[str, Any]) -> None:
+        """Say where torch does not load by itself what a file is to hold."""
         try:
-            torch.load(io.BytesIO(files[MODEL_FILE]), weights_only=True)
+            torch.load(io.BytesIO(_pickled(model)), weights_only=True)
         except pickle.UnpicklingError as error:
             kind = re.search(r"GLOBAL ([\w.]+)", str(error))
             warning_once(
                 f"save_checkpoint: client_state, or the scheduler's state, holds an object of a class ({kind[1] if kind else '?'}) "
                 "that torch does not load by itself: it takes load_checkpoint(..., trusted=True)."
             )
-        return files
 
     def _get_buffer_names(self) -> list[str]:
         parameters = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
@@ -166,6 +170,28 @@ class Checkpoints(WholeWeights):
             os.chmod(dst, os.stat(dst).st_mode | stat.S_IEXEC)
         except (FileNotFoundError, PermissionError) as error:
             logger.info(f"{dst} could not be made executable ({error}): run it as `python {dst}`.")
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    def _get_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None, pp_placeholder: Any = None) -> str:
+        """The path of the file that tells of the model."""
+        name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
+        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+            name = f"zero_pp_rank_{0 if pp_placeholder is None else pp_placeholder}_{name}"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _get_rank_zero_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_rank: int, dp_rank: int, bf16_mode: bool) -> str:
+        name = f"{'bf16_' if bf16_mode else ''}zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _get_zero_ckpt_name(self, checkpoints_path: Any, tag: Any) -> str:
+        """The path of the file that tells of this rank's optimizer states."""
+        rank, bf16 = runtime_of(self.module).comm.rank, self._config.bfloat16_config.enabled
+        return self._get_rank_zero_ckpt_name(checkpoints_path, tag, 0, rank, bf16)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: Any, expp_rank: int) -> str:
+        """Of DeepSpeed's files of experts; there are none here."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -273,6 +299,23 @@ def _extras_of(opened: Opened, trusted: bool) -> tuple[dict[str, Any], Any, dict
     engine = extras.get("engine") or {}
     facts = {name: engine[name] for name in ("global_samples", *_FACTS) if name in engine}
     return engine, extras.get("lr_scheduler"), {**facts, **(extras.get("client_state") or {})}
+
+
+def _told(state: dict[str, Any], whole: bool) -> dict[str, Tensor]:
+    """Tensors of a state dict on the host, those that are one once; where they are not whole, their shapes alone."""
+    copies: dict[int, Tensor] = {}
+    for value in state.values():
+        if isinstance(value, Tensor) and id(value) not in copies:
+            copies[id(value)] = torch.empty(value.shape, dtype=value.dtype, device="cpu" if whole else "meta")
+            if whole:
+                copies[id(value)].copy_(value.detach())
+    return {name: copies[id(value)] for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _pickled(content: dict[str, Any]) -> memoryview:
+    out = io.BytesIO()
+    torch.save(content, out)
+    return out.getbuffer()
 
 
 def _path_of(folder: Path) -> str:

@@ -28,6 +28,7 @@ from .accelerator import get_accelerator
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "10")))
+_timeouts = [default_pg_timeout]  # of the process group
 _FROM_MPI = {"RANK": "OMPI_COMM_WORLD_RANK", "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE", "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK"}
 
 # -- start and end -----------------------------------------------------------------------------------------------
@@ -67,6 +68,12 @@ def init_distributed(
     backend = dist_backend or get_accelerator().communication_backend_name()
     given = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
     torch_dist.init_process_group(backend, timeout=timeout, init_method=init_method, **given)
+    _timeouts[:] = [timeout]
+
+
+def stall_timeout_s() -> float:
+    """How long ranks wait for one another: as long as the process group was given (DEEPSPEED_TIMEOUT, in minutes), 10 minutes else."""
+    return _timeouts[0].total_seconds()
 
 
 def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
@@ -79,7 +86,8 @@ def _complete_environment(auto_mpi_discovery: bool, port: int) -> None:
     if alone:
         port = free_port() if port == TORCH_DISTRIBUTED_DEFAULT_PORT else port
         for name, value in rank_environment(0, 1, port).items():
-            env.setdefault(name, value)
+            if name != "LOCAL_WORLD_SIZE":  # which DeepSpeed leaves alone
+                env.setdefault(name, value)
         return
     env.setdefault("MASTER_PORT", str(port))
     missing += [name for name in ("MASTER_ADDR",) if name not in env]

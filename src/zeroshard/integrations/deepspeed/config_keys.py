@@ -188,11 +188,15 @@ _ZERO = (
     _N("sub_group_size", 1_000_000_000, f"the host steps in pieces of its own size: {_SAME}", "count"),
     _H("cpu_offload", None, 'deprecated: offload_optimizer {"device": "cpu"}', "bool", "offload_optimizer"),
     _H("cpu_offload_param", None, 'deprecated: offload_param {"device": "cpu"}', "bool", "offload_param"),
-    _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"),
+    replace(
+        _N("cpu_offload_use_pin_memory", None, "deprecated: give pin_memory to offload_optimizer and offload_param", "bool"), fits=(False,)
+    ),
     _stage3(_H("prefetch_bucket_size", 50_000_000, "elements gathered ahead of use, where it is given; 0: one unit", "count",
         "prefetch_bucket_size")),
-    _stage3(_N("param_persistence_threshold", 100_000, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
-    _stage3(_N("model_persistence_threshold", sys.maxsize, "blocks are gathered whole, so small parameters cost no message of their own", "count")),
+    _stage3(_H("param_persistence_threshold", 100_000, "parameters of at most so many elements stay whole on every rank", "count",
+        "param_persistence_threshold")),
+    _stage3(_H("model_persistence_threshold", sys.maxsize, "at most so many elements in all stay whole so", "count",
+        "model_persistence_threshold")),
     _stage3(_H("max_live_parameters", 1_000_000_000, "bounds the next one", "count", "max_live_parameters")),
     _stage3(_H("max_reuse_distance", 1_000_000_000,
         "a unit stays gathered from forward to backward if at most so many elements are gathered in "
@@ -271,7 +275,8 @@ _FP16 = (
 _BF16 = (
     _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
     _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
-    _N("check_grad_overflow", True, "steps with non-finite gradients are skipped in any case", "bool"),
+    _H("check_grad_overflow", True, "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients", "bool",
+        "skip_nonfinite"),
     _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
     _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
 )

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from ...comm import backend_select
+
 
 def check_dataset(dataset: Any) -> None:
     """Raise ValueError for what a loader can not be made of."""
@@ -17,14 +19,18 @@ def check_dataset(dataset: Any) -> None:
 class DeepSpeedDataLoader:
     """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
 
-    As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch that is not full is left out.
+    As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch
+    that is not full is left out. num_workers: processes that fetch samples, whose random numbers are not the trainer's; None: two, as
+    with DeepSpeed, but none where ranks are threads, which must not fork, or where each would go through all of an IterableDataset.
     """
 
     def __init__(
         self, dataset: Any, batch_size: int, *, rank: int, world_size: int, collate_fn: Callable | None = None, drop_last: bool = False,
-        num_workers: int = 0, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
+        num_workers: int | None = None, pin_memory: bool = False, data_sampler: Any = None, shuffle: bool = True,
     ) -> None:  # fmt: skip
         check_dataset(dataset)
+        if num_workers is None:
+            num_workers = 0 if isinstance(dataset, IterableDataset) or backend_select.in_threads() else 2
         sampler = data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)

@@ -170,7 +170,7 @@ class DeepSpeedConfig:
         self._read_sections(given)
         self._read_precision(given)
         self._read_checkpoint(given)
-        self._solve_batch()
+        self._configure_train_batch_size()
         self._check()
         self.notes += self.zero_config.notes
         for name, lowest in OFFLOAD_STAGES.items():
@@ -204,7 +204,7 @@ class DeepSpeedConfig:
         self.communication_data_type = dtype_of("communication_data_type", given.get("communication_data_type"))
         self.gradient_allreduce_op = str(given.get("gradient_allreduce_op", "mean")).lower()
         if self.gradient_allreduce_op not in ("mean", "sum"):
-            raise ValueError(f'gradient_allreduce_op: expected "mean" or "sum", got {given["gradient_allreduce_op"]!r}.')
+            raise ValueError(f'Invalid gradient_allreduce_op {given["gradient_allreduce_op"]!r}: expected "mean" or "sum".')
         self.gradient_clipping = _number(GRADIENT_CLIPPING, get_gradient_clipping(given) or 0.0)
         _number("steps_per_print", self.steps_per_print or 0)
         for kind in ("optimizer", "scheduler"):
@@ -275,7 +275,7 @@ class DeepSpeedConfig:
 
     # -- what belongs together ---------------------------------------------------------------------------------
 
-    def _solve_batch(self) -> None:
+    def _configure_train_batch_size(self) -> None:
         """train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks: two give the third."""
         train, micro, steps, ranks = (
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, self.world_size,
@@ -314,7 +314,7 @@ class DeepSpeedConfig:
             "its section."
         )
         if self.gradient_allreduce_op == "sum" and stage == 3:
-            raise ValueError('gradient_allreduce_op "sum" is for stages 0 to 2: at stage 3 use "mean", and scale the loss.')
+            raise ValueError('gradient_allreduce_op "sum" is not supported with ZeRO stage 3: use "mean", and scale the loss.')
         if self.monitor_config.wandb.enabled and importlib.util.find_spec("wandb") is None:
             raise DeepSpeedConfigError(
                 "wandb.enabled: the package wandb is not installed: install it, or use tensorboard or csv_monitor."

@@ -25,6 +25,7 @@ from ... import api
 from ...errors import ZeroshardError
 from ...optim.offload_states import offload_states, reload_states
 from ...utils import torch_compat
+from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
 from ...zero.runtime import runtime_of
 from . import partition
@@ -102,7 +103,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self._turn = threading.RLock()
         self.client_optimizer, self.client_lr_scheduler, self._client_name = known["client"]
         self.param_names = {param: name for name, param in module.named_parameters()}
-        self.mp_world_size, self.has_moe_layers = 1, False
+        self.mp_world_size, self.has_moe_layers, self.sparse_tensor_module_names = 1, False, set[str]()
         self.timers = SynchronizedWallClockTimer()
         timed = SimpleNamespace(enabled=config.timers_config.enabled, synchronized=False)  # steps overlap what the device does
         self.tput_timer = ThroughputTimer(timed, config.train_batch_size, steps_per_output=config.steps_per_print)
@@ -287,9 +288,9 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self._check_used()
         self.optimizer.step()
         record = self.basic_optimizer.last_step
-        self._global_grad_norm = record.grad_norm if self.zero_compute_grad_norm() else None
+        self._global_grad_norm = self._norm_shown(record) if self.zero_compute_grad_norm() else None
         self.optimizer.zero_grad()
-        self._step_applied = math.isfinite(record.grad_norm)
+        self._step_applied = math.isfinite(record.grad_norm) or not record.skipped
         if not self._step_applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -301,6 +302,11 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             self.global_samples += self.train_batch_size() // self.gradient_accumulation_steps() * self._backwards
         self._tell()
         self._backwards, self._loss = 0, 0.0
+
+    def _norm_shown(self, record: Any) -> float:
+        """inf where ZeRO's optimizers skip a step."""
+        skipped = record.skipped and not math.isfinite(record.grad_norm)
+        return math.inf if skipped and self.zero_optimization() else record.grad_norm
 
     def _check_used(self) -> None:
         """Raise, on all ranks, where a trained parameter got no gradient on any of them."""
@@ -391,4 +397,4 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
 
 
 def _half(tensor: Tensor) -> Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
+    return tensor.to(casts_to(tensor.dtype, torch.half))

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from ...errors import NonFiniteError
 from . import stand_ins
 from .cpu_optimizers import FusedAdam
 from .optimizer_views import OptimizerViews
 from .parameter_offload import ParameterOffload
+from .sliced_states import show_slices
 
 _INSTEAD = {
     **dict.fromkeys(
@@ -31,6 +33,7 @@ class EngineOptimizer(OptimizerViews):
         self.optimizer = optimizer
         self._config = config
         self.custom_loss_scaler = False
+        self._sharded: Any = None  # while `.optimizer` is a picture
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -61,7 +64,15 @@ class EngineOptimizer(OptimizerViews):
         return self.optimizer.defaults
 
     def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
+        scaler, zero = self.loss_scaler, self._config.zero_enabled  # those of stage 0 go on at the smallest scale
+        at_end = zero and self.dynamic_loss_scale and scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
+        loss = self.optimizer.step(closure)
+        if at_end and self.overflow:
+            raise NonFiniteError(
+                "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run. The latest gradients that are not finite: "
+                f"{', '.join(self.optimizer.last_step.nonfinite[:5])}. A model that was trained in bf16 overflows in fp16: use bf16."
+            )
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -80,7 +91,13 @@ class EngineOptimizer(OptimizerViews):
             group["lr"] = lr
 
     def state_dict(self) -> dict[str, Any]:
-        return self.optimizer.state_dict()
+        """The sharded optimizer's, and beside it what scripts read of DeepSpeed's: this rank's slices of the masters by group, the stage."""
+        stage, slices = int(self._config.zero_optimization_stage), self.fp32_partitioned_groups_flat
+        told = {
+            "zero_stage": stage, "overflow": self.overflow, "dynamic_loss_scale": self.dynamic_loss_scale, "cur_scale": self.loss_scale,
+            "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups": slices,
+        }  # fmt: skip
+        return {**self.optimizer.state_dict(), **told}
 
     def load_state_dict(self, state_dict: dict[str, Any], *unused: Any, **options: Any) -> None:
         self.optimizer.load_state_dict(state_dict)
@@ -89,7 +106,7 @@ class EngineOptimizer(OptimizerViews):
     def overflow(self) -> bool:
         """Whether the last step was skipped, for a gradient that was not finite."""
         record = self.optimizer.last_step
-        return record is not None and not math.isfinite(record.grad_norm)
+        return record is not None and record.skipped and not math.isfinite(record.grad_norm)
 
     @property
     def loss_scale(self) -> float:
@@ -132,6 +149,14 @@ class Stages1And2(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer):
 class Stage3(EngineOptimizer, stand_ins.DeepSpeedZeroOptimizer_Stage3):
     """isinstance holds for DeepSpeed's names."""
 
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """`.optimizer` is a picture of DeepSpeed's flat groups until `_clear_fp32_optimizer_param_groups` (collective)."""
+        self._clear_fp32_optimizer_param_groups()
+        self._sharded, self.optimizer = self.optimizer, self.flat_picture()
+
+    def _clear_fp32_optimizer_param_groups(self) -> None:
+        self.optimizer, self._sharded = self._sharded or self.optimizer, None
+
     @functools.cached_property
     def parameter_offload(self) -> ParameterOffload:
         """The model's hooks, as programs that generate while they train ask for them."""
@@ -155,6 +180,7 @@ def wrap(optimizer: torch.optim.Optimizer | None, config: Any) -> Any:
     stage, dtype = int(config.zero_optimization_stage), config.model_dtype
     if optimizer is None:
         return None
+    show_slices(optimizer)
     if not stage:
         if dtype is torch.float32:
             return optimizer

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...optim.parameter_access import gradient_of, value_of
+from ...comm.codec import exchange_values
+from ...optim.parameter_access import OptimizerStatePart, ParameterPart, gradient_of, state_of, value_of
 from .leaf_modules import get_z3_leaf_modules
 
 
@@ -64,6 +65,28 @@ class OptimizerViews:
         """The parameters of each leaf module (`set_z3_leaf_modules`)."""
         return {module: list(module.parameters()) for module in get_z3_leaf_modules(self.optimizer.core.runtime.model)}
 
+    def _get_norm_groups(self) -> list[Tensor]:
+        """The norm of the mean gradient of each optimizer group, over all ranks (collective)."""
+        groups = self.get_fp32_grad_partitions()
+        squares = [float(sum(each.square().sum() for each in groups.get(i, {}).values())) for i in range(len(self.bit16_groups))]
+        comm = self.optimizer.core.runtime.comm
+        everyone = [squares] if comm.world_size == 1 else exchange_values(comm, squares, "norms of gradients")
+        return [torch.tensor(sum(theirs)).sqrt() for theirs in zip(*everyone, strict=True)]
+
+    def flat_picture(self) -> torch.optim.Optimizer:
+        """A torch optimizer whose groups each have one parameter, as DeepSpeed's at stage 3 (collective): this rank's slices of the
+        masters and of the states, one behind the other, each parameter cut into equal parts that are padded with zeros.
+
+        A copy: what is written into it is not kept.
+        """
+        picture = torch.optim.Optimizer([{**group, "params": [torch.empty(0)]} for group in self.optimizer.param_groups], {})
+        for group, params in zip(picture.param_groups, self.bit16_groups, strict=True):
+            group["params"] = [_flat([value_of(param) for param in params])]
+            parts = [OptimizerStatePart(param, "") for param in params]
+            for key in dict.fromkeys(name for part in parts for name in part.names()):
+                picture.state[group["params"][0]][key] = _flat([state_of(param, key) for param in params])
+        return picture
+
     @property
     def micro_step_id(self) -> int:
         """Backwards since the last step."""
@@ -86,3 +109,18 @@ class OptimizerViews:
             cur_hysteresis=scaler.patience if dynamic else 1, low_precision_dtype=self.low_precision_dtype,
             **(rules if dynamic else {}),
         )  # fmt: skip
+
+
+def _flat(parts: list[ParameterPart]) -> Any:
+    """This rank's slices of whole tensors in fp32, padded to equal ones, one behind the other; of plain values the first (collective)."""
+    found = []
+    for part in parts:
+        whole, comm = part.full(), part.group.comm
+        if whole is None:  # of a parameter without a gradient
+            whole = torch.zeros(part.shape)
+        if not isinstance(whole, Tensor) or (not whole.dim() and part.shape):  # a count of steps
+            return whole
+        size = -(-whole.numel() // comm.world_size)
+        slice_ = whole.reshape(-1)[comm.rank * size : (comm.rank + 1) * size].float()
+        found.append(nn.functional.pad(slice_, (0, size - slice_.numel())))
+    return torch.cat(found)

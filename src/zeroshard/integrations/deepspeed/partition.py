@@ -3,8 +3,8 @@
     with zero.Init(config_dict_or_path=config): model = Net()               zs.init, in the dtype of the configuration
     with zero.GatheredParameters(params, modifier_rank=0): ...              zs.gathered of parameters
 
-Parameters that are sharded at rest (stage 3, and born ones) have the attributes ds_*; no others have, so
-`hasattr(p, "ds_id")` tells ZeRO-3. They are properties of the class of such parameters, registered when this module is
+Parameters of stage 3 (also those that stay whole, being small) and born ones have the attributes ds_*; no others have, so
+`hasattr(p, "ds_id")` tells ZeRO-3. They are properties of the classes of such parameters, registered when this module is
 imported. What is whole for a while is an ordinary parameter, which gets them from `GatheredParameters`; what modules
 show inside a forward gets them from `attach`.
 """
@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.process_group import talking_device
-from ...config import Config, Tier
+from ...config import Tier
 from ...tensor.attributes import whole_now
-from ...tensor.sharded_tensor import ShardedParameter
+from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
 from ...zero.init_context import cut_module, init
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
+from . import communication
 from .ds_config import read_config
 
 logger = logging.getLogger("DeepSpeed")
@@ -143,10 +144,8 @@ class Init:
             _note(f"zero.Init: the configuration asks for stage {stage}, which keeps whole parameters: nothing is partitioned.")
             return
         if not backend_select.is_started():
-            from .communication import init_distributed
-
-            init_distributed()
-        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), Config().stall_timeout_s)
+            communication.init_distributed()
+        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s())
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
         if module is not None:
             cut_module(module.to(self._birthplace()), self._comm)
@@ -403,11 +402,16 @@ class MultipleAllGatherHandles:
 
 
 def _home(param: Tensor) -> Any:
-    """Raises AttributeError for a parameter that is whole at rest: it has no ds_* attributes."""
+    """Raises AttributeError for a parameter of another stage than 3: it has no ds_* attributes."""
     home = home_of(param)
-    if home is None or (isinstance(home, ParamHome) and not home.group.values.sharded):
+    if home is None or (isinstance(home, ParamHome) and not (home.group.values.sharded or _persists(home))):
         raise AttributeError(f"{type(param).__name__!r} object is not partitioned")
     return home
+
+
+def _persists(home: Any) -> bool:
+    """Whether a parameter of stage 3 stays whole at rest."""
+    return isinstance(home, ParamHome) and home.group.specs[home.index].whole
 
 
 def _ds_id(param: Tensor) -> int:
@@ -418,6 +422,8 @@ def _ds_id(param: Tensor) -> int:
 
 def _ds_status(param: Tensor) -> ZeroParamStatus:
     home = _home(param)
+    if _persists(home):
+        return ZeroParamStatus.AVAILABLE
     unit = home.group.unit if isinstance(home, ParamHome) else None
     if unit is None or not (unit.depth or unit.in_backward):
         return ZeroParamStatus.NOT_AVAILABLE
@@ -427,7 +433,7 @@ def _ds_status(param: Tensor) -> ZeroParamStatus:
 def _ds_tensor(param: Tensor) -> Tensor:
     """This rank's slice, flat; what DeepSpeed notes on it."""
     home = _home(param)
-    local = param._local.detach()  # type: ignore[attr-defined]
+    local = (home.fetch(gradient=False) if _persists(home) else param._local).detach()  # type: ignore[attr-defined]
     local.ds_numel, local.status, local.final_location = local.numel(), ZeroParamStatus.AVAILABLE, None
     if isinstance(home, ParamHome):
         local.final_location = {Tier.HOST: "cpu", Tier.DISK: "nvme"}.get(home.group.values.tier)
@@ -490,7 +496,7 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
     "ds_status": _ds_status,
     "ds_tensor": _ds_tensor,
     "ds_param_type": _always(ZeroParamType.PARTITIONED),
-    "ds_persist": _always(False),  # none is kept whole
+    "ds_persist": lambda param: _persists(_home(param)),
     "ds_active_sub_modules": _active_sub_modules,
     "ds_process_group": lambda param: getattr(_home(param).comm, "group", None),
     "ds_zero_partition_rank": lambda param: _home(param).comm.rank,
@@ -499,17 +505,18 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
-    "partition_numel": lambda param: param.ds_tensor.numel(),
+    "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),  # DeepSpeed's, padded; ds_tensor may hold more
 }  # fmt: skip
-for _name, _get in _PROPERTIES.items():
-    setattr(ShardedParameter, _name, property(_get))
-for _name, _method in _METHODS.items():
-    setattr(ShardedParameter, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
+for _class in (ShardedParameter, ReplicatedParameter):
+    for _name, _get in _PROPERTIES.items():
+        setattr(_class, _name, property(_get))
+    for _name, _method in _METHODS.items():
+        setattr(_class, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
 
 
 def _shown(param: Any, whole: Any) -> dict[str, Any]:
     """What `whole` shows, an ordinary parameter that stands for `param`, which is sharded."""
-    on_device = param._held is not None  # else the slice would have to be read from where it rests
+    on_device = getattr(param, "_held", param) is not None  # else the slice would have to be read from where it rests
     fixed = {name: getattr(param, name) for name in _PROPERTIES if name != "ds_tensor" or on_device}
     methods = {name: types.MethodType(method, whole) for name, method in _METHODS.items()}
     return {**fixed, **methods, "ds_status": ZeroParamStatus.AVAILABLE, "ds_active_sub_modules": set()}

@@ -240,7 +240,8 @@ class DeepSpeedZeroConfig(Section):
             assert new not in values, f"zero_optimization: {old} is the old name of {new}, which is given too: keep {new}."
             on = self._read(KEYS[f"{self.prefix}.{old}"], value)
             values[new] = on if "weights" in old else {"device": "cpu"} if on else None
-            self.notes.append(f"zero_optimization.{old} is deprecated: it is read as {new}.")
+            if on:  # false asks for nothing, and there is nothing to write otherwise
+                self.notes.append(f"zero_optimization.{old} is deprecated: it is read as {new}.")
 
     def _check(self) -> None:
         if self.overlap_comm is None:

@@ -17,17 +17,17 @@ from ...comm import backend_select
 from ...comm.base import Comm
 from ...comm.codec import exchange_values
 from ...comm.process_group import talking_device
-from ...config import Config
 from . import activation, communication, leaf_modules, partition
 from .data_loader import DeepSpeedDataLoader, check_dataset
 from .ds_config import DeepSpeedConfig
 from .engine import DeepSpeedEngine
-from .logs import set_log_level_from_string
+from .logs import log_dist, set_log_level_from_string
 from .lr_schedules import schedule_from_config
 from .monitor import MonitorMaster
 from .sections import DeepSpeedConfigError
 from .shard_options import build_optimizer, cast_buffers, cast_parameters, mark_for_muon, shard_options
 from .stand_ins import PipelineModule, ZeRORuntimeException
+from .version import TEXT, UNKNOWN
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ def initialize(
         AssertionError: no model, no configuration, or two; batch sizes that do not multiply (as in DeepSpeed).
         DeepSpeedConfigError: a key that is not served, with what to do.
     """
+    log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
     if isinstance(model, PipelineModule):
         raise DeepSpeedConfigError("PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining.")
@@ -73,6 +74,8 @@ def initialize(
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     config = config_params if config is None else config
     in_args = getattr(args, "deepspeed_config", None)
+    if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
+        in_args = args.deepspeed_config = args.deepscale_config
     if in_args is not None:
         assert config is None, "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
         config = in_args
@@ -87,12 +90,11 @@ def _initialize(
     client = optimizer, lr_scheduler, type(optimizer).__name__
     group = None if mpu is None else mpu.get_data_parallel_group()
     device, local_rank = _device(args)
-    comm = backend_select.current(group, talking_device(device), Config().stall_timeout_s)
+    comm = backend_select.current(group, talking_device(device), communication.stall_timeout_s())
     config = _together(comm, "its configuration", lambda: _config(given, mpu, optimizer, lr_scheduler, comm.world_size))
     _compare(comm, config)
     if "_zeroshard" in model.__dict__:  # of an engine before this one
-        partition.detach(model)
-        api.close(model)
+        model_parameters = _let_go(model, optimizer, model_parameters)
     basic, lr_scheduler, options, monitor = _together(
         comm, "what is to be sharded", lambda: _prepare(model, optimizer, model_parameters, lr_scheduler, mpu, config, device)
     )
@@ -109,6 +111,26 @@ def _initialize(
         engine._gc_was_on = gc.isenabled()
         gc.disable()
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _let_go(model: nn.Module, optimizer: Any, given: Any) -> Any:
+    """Close the engine before this one; a parameter that an old graph holds is another object then, in what is given too."""
+    before = dict(model.named_parameters())
+    given = list(given) if isinstance(given, Iterable) and not isinstance(given, nn.Module) else given
+    partition.detach(model)
+    api.close(model)
+    now = {id(before[name]): param for name, param in model.named_parameters()}
+
+    def renewed(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return now.get(id(entry), entry)
+        params = [entry["params"]] if isinstance(entry["params"], torch.Tensor) else entry["params"]
+        return {**entry, "params": [now.get(id(param), param) for param in params]}
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = renewed(group)["params"]
+    return [renewed(entry) for entry in given] if isinstance(given, list) else given
 
 
 def _together(comm: Comm, what: str, action: Callable[[], T]) -> T:
@@ -208,7 +230,6 @@ def _basic_optimizer(model: nn.Module, optimizer: Any, model_parameters: Any, co
             f"You are using ZeRO-Offload with a client provided optimizer ({type(basic)}). Take deepspeed.ops.adam.DeepSpeedCPUAdam, or an "
             'optimizer of the configuration, or say {"zero_force_ds_cpu_optimizer": false}: it is stepped on the host as it is.'
         )
-    basic.param_groups[:] = [entry for entry in basic.param_groups if entry["params"]]
     return basic
 
 
@@ -251,10 +272,11 @@ def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None =
     """Micro-batches of this rank (`engine.deepspeed_io`)."""
     route = options.pop("route", "train")
     options = {"num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None}
+    pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
         dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,
         collate_fn=options.pop("collate_fn", engine.collate_fn), drop_last=engine.dataloader_drop_last(), shuffle=route == "train",
-        **options,
+        pin_memory=pinned, **options,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from ...errors import did_you_mean
 from ...optim.lion import Lion
 from ...optim.muon import Muon
+from ...utils.dtypes import is_narrow
 from .config_keys import KEYS, Treatment
 from .cpu_optimizers import DeepSpeedCPUAdam, FusedAdam
 from .ds_config import OFFLOAD_STAGES, DeepSpeedConfig, dtype_of
@@ -39,6 +41,7 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
     options["gradient_dtype"] = config.gradient_dtype
+    options |= {"skip_nonfinite": _skips_nonfinite(config), "max_skipped_steps": math.inf, "hold_schedulers": False}
     if zero.stage == 3:
         options |= _gathering(config) | _between_nodes(config)
     for name, lowest in OFFLOAD_STAGES.items():
@@ -46,6 +49,24 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
         if _is_offloaded(section) and zero.stage >= lowest:
             options[name] = _offload(section)
     return options | config.planned_options
+
+
+def _skips_nonfinite(config: DeepSpeedConfig) -> bool:
+    """Whether DeepSpeed's optimizer of this stage and precision skips a step whose gradients are not finite.
+
+    Those of fp16 and of stage 3 do. At stage 0 in fp32 there is none but the optimizer itself. At stages 1 and 2 it is the norm that
+    tells, in bf16 check_grad_overflow, which the optimizer of stage 1 with gradients in fp32 does not ask.
+    """
+    zero, bf16 = config.zero_config, config.bfloat16_config
+    if config.float16_config.enabled or zero.stage == 3:
+        return True
+    if zero.stage == 0:
+        scaled = config.torch_autocast_enabled and config.torch_autocast_dtype is torch.float16  # by torch's GradScaler
+        return bf16.enabled or scaled
+    if bf16.enabled:
+        own = zero.stage == 1 and config.gradient_dtype is torch.float32 and not _is_offloaded(zero.offload_optimizer)
+        return own or bf16.check_grad_overflow
+    return zero.compute_grad_norm
 
 
 def _is_offloaded(section: Any) -> bool:
@@ -73,8 +94,9 @@ def _precision(config: DeepSpeedConfig) -> dict[str, Any]:
 
 
 def _gathering(config: DeepSpeedConfig) -> dict[str, Any]:
-    """How far ahead units are gathered, and how long they are kept, where the configuration says it."""
-    zero, options = config.zero_config, {}
+    """Which parameters need no gather; how far ahead units are gathered and how long they are kept, where the configuration says it."""
+    zero = config.zero_config
+    options = {name: getattr(zero, name) for name in ("param_persistence_threshold", "model_persistence_threshold")}
     if "prefetch_bucket_size" in zero.given:
         options["prefetch_bucket_size"] = zero.prefetch_bucket_size
     if zero.given & {"max_live_parameters", "max_reuse_distance"}:
@@ -231,7 +253,7 @@ def cast_buffers(config: DeepSpeedConfig, model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}".removeprefix(".")
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not is_narrow(buffer.dtype):
                 kept = any(re.search(pattern, full) for pattern in patterns)
                 setattr(module, name, buffer.to(torch.float32 if kept else dtype))
 

@@ -31,8 +31,8 @@ class ThroughputTimer:
         self.steps_per_output, self.logging = steps_per_output, logging_fn or logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0  # seconds
-        self.started = False
-        self._since: float | None = None
+        self.initialized = self.started = False
+        self.start_time = self.end_time = 0.0  # of the last micro-step that was measured
 
     def update_epoch_count(self) -> None:
         """A new epoch: micro-steps count from 0."""
@@ -40,8 +40,9 @@ class ThroughputTimer:
 
     def start(self) -> None:
         if self.config.enabled:
-            self.started = True
-            self._since = _now(self.config.synchronized) if self.global_step_count >= self.start_step else None
+            self.initialized = self.started = True
+            if self.global_step_count >= self.start_step:
+                self.start_time = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """A micro-step is over; with global_step a step."""
@@ -50,9 +51,10 @@ class ThroughputTimer:
         self.started = False
         self.micro_step_count += 1
         self.global_step_count += global_step
-        if self._since is None:
+        if not self.start_time:
             return
-        seconds = _now(self.config.synchronized) - self._since
+        self.end_time = _now(self.config.synchronized)
+        seconds = self.end_time - self.start_time
         self.total_elapsed_time += seconds
         self.step_elapsed_time += seconds
         if not global_step:

@@ -13,6 +13,7 @@ from ... import api
 from ...checkpoint.resolver import agreed
 from ...checkpoint.source import Opened
 from ...checkpoint.tensor_stream import stream_full_tensors
+from ...utils.dtypes import casts_to
 from ...zero.runtime import runtime_of
 from .logs import logger
 
@@ -24,8 +25,7 @@ def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str]
     ties, state = opened.tied(), {}
     for name, stored in opened.model.items():
         if name not in ties and wanted(name):
-            kept = stored.dtype if dtype is None or not stored.dtype.is_floating_point else dtype
-            flat = torch.empty(stored.numel, dtype=kept, device="cpu")
+            flat = torch.empty(stored.numel, dtype=casts_to(stored.dtype, dtype), device="cpu")
             stored.read(0, flat)
             state[name] = flat.view(stored.shape)
     state.update({alias: state[name] for alias, name in ties.items() if name in state})

@@ -24,7 +24,8 @@ from ...checkpoint.resolver import Alone, open_any
 from ...checkpoint.source import Opened
 from ...errors import CheckpointError
 from ...io.tensor_reader import Stored
-from .checkpoints import MODEL_FILE, OPTIMIZER_FILE, latest_tag
+from ...utils.dtypes import casts_to
+from .checkpoints import MODEL_FILE, latest_tag
 from .whole_weights import read_whole
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -37,7 +38,7 @@ class LazyTensor:
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self.shape = torch.Size(stored.shape)
-        self.dtype = torch.float32 if stored.dtype.is_floating_point else stored.dtype
+        self.dtype = casts_to(stored.dtype, torch.float32)
 
     def numel(self) -> int:
         return self.shape.numel()
@@ -62,13 +63,12 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
 def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
     """The checkpoint, and names of what is wanted of it."""
     opened = open_any(Alone(), folder, verify=verify, values=False)  # type: ignore[arg-type]
-    frozen: set[str] = set()
-    if exclude_frozen:
-        told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
-        if "frozen" not in told:
-            raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
-        frozen = set(told["frozen"])
-    return opened, [name for name in opened.model if name not in frozen]
+    told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
+    if exclude_frozen and "frozen" not in told:
+        raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
+    place = {name: number for number, name in enumerate(told.get("names", ()))}
+    frozen = set(told["frozen"]) if exclude_frozen else set()
+    return opened, [name for name in sorted(opened.model, key=lambda name: place.get(name, len(place))) if name not in frozen]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -80,7 +80,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     opened, names = _open(_folder(checkpoint_dir, tag), exclude_frozen_parameters)
     if not lazy_mode:
-        return read_whole(opened, torch.float32, set(names).__contains__)
+        state = read_whole(opened, torch.float32, set(names).__contains__)
+        return {name: state[name] for name in names if name in state}
     ties = opened.tied()
     lazy = {name: LazyTensor(opened.model[name]) for name in names if name not in ties}
     return {name: lazy[ties.get(name, name)] for name in names if ties.get(name, name) in lazy}
@@ -91,7 +92,7 @@ def to_torch_tensor(state_dict: Mapping[str, Any], return_empty_tensor: bool = F
     made: dict[int, Tensor] = {}
     for value in state_dict.values():
         if id(value) not in made:
-            kept = _dtype_of(dtype) if dtype is not None and value.dtype.is_floating_point else value.dtype
+            kept = casts_to(value.dtype, None if dtype is None else _dtype_of(dtype))
             made[id(value)] = torch.empty(value.shape, dtype=kept) if return_empty_tensor else value.contiguous().to(kept)
     return {name: made[id(value)] for name, value in state_dict.items()}
 
@@ -124,7 +125,7 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
     """Files of torch.save, and their index."""
     folder.mkdir()
     ties, shards, total = opened.tied(), [[]], 0
-    nbytes = {name: opened.model[name].numel * _kept(opened.model[name], dtype).itemsize for name in names if name not in ties}
+    nbytes = {name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties}
     for name in nbytes:
         if shards[-1] and sum(nbytes[each] for each in shards[-1]) + nbytes[name] > most:
             shards.append([])
@@ -140,10 +141,6 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
         (folder / f"{_WHOLE}.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _kept(stored: Stored, dtype: torch.dtype) -> torch.dtype:
-    return dtype if stored.dtype.is_floating_point else stored.dtype
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -192,13 +189,13 @@ def get_model_state_file(checkpoint_dir: Any, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: Any) -> list[str]:
-    """The files that tell about optimizer states, by rank; of a checkpoint of the engine rank 0's, which tells the stage."""
+    """The files that tell about optimizer states, by rank; those of the engine tell the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
     found = {int(match[1]): str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")
              if (match := re.search(r"zero_pp_rank_(\d+)_mp_rank_00", path.name))}  # fmt: skip
     if not found:
-        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as {OPTIMIZER_FILE}")
+        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return [found[rank] for rank in sorted(found)]
 
 

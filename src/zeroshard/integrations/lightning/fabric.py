@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zeroshard as zs
 
 from ...errors import ConfigError
-from .sharding import Sharding, whole_optimizer_state, whole_state_dict
+from .sharding import Sharding, whole_state_dict
 
 
 class _Around(nn.Module):
@@ -108,7 +108,7 @@ class FabricSharding(Sharding):
         return whole_state_dict(_inner(module))
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return whole_optimizer_state(optimizer.core.runtime.model, optimizer)
+        return zs.full_optimizer_state_dict(optimizer.core.runtime.model, every_rank=True)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         _inner(module).load_state_dict(state_dict, strict=strict)

@@ -155,16 +155,3 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """The model's, whole, on the host: as exact as values are held (collective)."""
     whole = zs.full_state_dict(model, masters=True)
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
-
-
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As torch's own state_dict() of one process: by number, in the order of the groups, whole, on the host (collective)."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    found = zs.full_optimizer_state(model)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {
-        number: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in found[names[id(param)]].items()}
-        for number, param in enumerate(params)
-        if found.get(names[id(param)])
-    }
-    return {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}

@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroshard as zs
 
-from .sharding import Sharding, is_sharded, whole_optimizer_state, whole_state_dict
+from .sharding import Sharding, is_sharded, whole_state_dict
 
 
 class TrainerSharding(Sharding):
@@ -128,7 +128,7 @@ class TrainerSharding(Sharding):
         """Nothing for a sharded checkpoint, which zs.save takes from the optimizer itself; whole for a full one (collective)."""
         if self._state_dict_type == "sharded" or self._optimizer() is None:
             return {}
-        return whole_optimizer_state(self.lightning_module, self._optimizer())
+        return zs.full_optimizer_state_dict(self.lightning_module, every_rank=True)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """A folder by zs.save, complete or invisible; or a file by rank 0. Collective."""

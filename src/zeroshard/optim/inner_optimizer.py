@@ -1,0 +1,41 @@
+"""Optimizers of the user's class that step what the user's own does not hold: runs, chunks, whole parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+
+def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options with no parameters yet, whatever its constructor looks like."""
+    inner = object.__new__(type(optimizer))
+    inner.__dict__.update(optimizer.__dict__)
+    inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
+    inner.state = defaultdict(dict)
+    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
+    for name in list(inner.__dict__):
+        if name.endswith("_hooks"):
+            inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer
+    return inner
+
+
+def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: torch.device) -> None:
+    """Step its groups that have parameters: what a class stacks, or gives to torch._foreach, must not be empty.
+
+    hosted: which groups have elements that the host steps. Without others they get a parameter of no elements, so that a class
+    counts the step. Groups of whole parameters alone are told what it counted (optim/whole_matrix.py).
+    """
+    groups = inner.param_groups
+    empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]
+    for group in empty:
+        stand_in = nn.Parameter(torch.empty(0, device=device))
+        stand_in.grad = torch.empty_like(stand_in)
+        group["params"] = [stand_in]
+    inner.param_groups = [group for group in groups if group["params"]]
+    if inner.param_groups:
+        inner.step()
+    inner.param_groups = groups
+    for group in empty:
+        inner.state.pop(group["params"].pop(), None)

@@ -1,0 +1,267 @@
+"""Whether an optimizer steps elements, whatever they lie in. Its class is tried, once, at zs.shard.
+
+    whole     two small parameters, of as many dimensions as the group's have, stepped as on one process
+    slices    the same elements as three ranks have them: flat, cut within parameters
+    alone     each of the two by itself, as zs.whole_matrix steps it
+
+Each of the optimizer's groups is tried with its own options, for several steps, on values that are the same on every rank. What
+a trial is given is copied, and what it draws at random or sends to other ranks is stopped before it happens.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..utils import torch_compat
+from ..utils.torch_compat import FakeTensor, TorchDispatchMode, disable_current_modes
+from .inner_optimizer import inner_copy
+
+_STEPS = 12  # some look at whole matrices in every tenth step alone
+_SHAPE = (6, 5, 2, 2, 2)  # its first dimensions; 1-D parameters have as many elements as a matrix
+_LR = 0.05  # a warm-up begins with 0, which steps nothing
+_TOLERANCE = 1e-3  # of the largest change
+_MAX_NUMEL = 1 << 20  # of a tensor on the optimizer that is copied for a trial
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, BuiltinFunctionType)
+_eager = threading.Lock()  # torch.compile's stance is the process's: ranks on threads try one after the other
+
+Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of both parameters, and in what shape
+
+
+@dataclass(frozen=True)
+class Departure:
+    """Groups (their numbers) whose step is no elementwise one. how: what shows it. alone: each parameter may be stepped by itself."""
+
+    groups: list[int]
+    how: str
+    alone: bool
+
+
+class Sends(Exception):
+    """The step of a trial was about to send something to other ranks. large: as large as a parameter."""
+
+    def __init__(self, operation: str, large: bool) -> None:
+        super().__init__(operation)
+        self.large = large
+
+
+class _Untold(Exception):
+    """The trial says nothing."""
+
+
+class _Watch(TorchDispatchMode):
+    """Stops what would be felt outside of a trial."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise Sends(str(func), any(tensor.numel() >= 16 for tensor in _tensors(args)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _Untold
+        return func(*args, **(kwargs or {}))
+
+
+def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
+    """How its step departs from an elementwise one; None where it does not, or where trials say nothing.
+
+    They say nothing of a class that fails on whole parameters, too (it needs a closure, names, a process group), that keeps
+    what can not be copied (a model, objects of its own), or whose step draws at random.
+
+    Raises:
+        Sends: its step sends tensors as large as parameters to other ranks.
+    """
+    found: list[tuple[list[int], str, bool]] = []
+    with _apart():
+        for numbers, param in _samples(optimizer):
+            try:
+                how, alone = _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).outcome(), param)
+            except Sends as error:
+                if error.large:
+                    raise
+                continue
+            except _Untold:
+                continue
+            if how is not None:
+                found.append((numbers, how, alone))
+    if not found:
+        return None
+    return Departure(sorted({number for numbers, _, _ in found for number in numbers}), found[0][1], all(alone for _, _, alone in found))
+
+
+def sends(optimizer: torch.optim.Optimizer) -> str | None:
+    """The operation by which its step sends something to other ranks; None where a trial shows none."""
+    with _apart():
+        for numbers, param in _samples(optimizer):
+            try:
+                _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).alone(), param)
+            except Sends as error:
+                return str(error)
+            except _Untold:
+                continue
+    return None
+
+
+class _Trial:
+    """Of one group, with small stand-ins for `param`, which is one of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, param: Tensor, device: torch.device) -> None:
+        self.optimizer, self.group, self.param, self.device = optimizer, optimizer.param_groups[number], param, device
+        dims = max(param.dim(), 1)
+        self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        self.numel = numel
+        at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
+        size = torch.where(at < numel, 1.0, 3.0)  # norms of the two differ
+        self.value = (size * torch.sin(at * at * 0.7 + 0.3)).float()
+        self.grads = [(size * torch.cos(at * (at + t) * 0.9 + t) / (1 + at % 7)).float() for t in range(_STEPS)]
+
+    def outcome(self) -> tuple[str | None, bool]:
+        """How the step of slices differs (None: it does not), and whether parameters may be stepped alone."""
+        whole = self._stepped([[(0, self.numel, self.shape), (self.numel, 2 * self.numel, self.shape)]])
+        if not torch.isfinite(whole).all():
+            raise _Untold
+        cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
+        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in zip(cuts, cuts[1:], strict=False)])
+        if how is None:
+            return None, True
+        try:
+            return how, self._difference(whole, self._each()) is None
+        except _Untold:
+            return how, False
+
+    def alone(self) -> None:
+        """Step each by itself."""
+        self._stepped(self._each())
+
+    def _each(self) -> list[list[Part]]:
+        return [[(0, self.numel, self.shape)], [(self.numel, 2 * self.numel, self.shape)]]
+
+    def _difference(self, whole: Tensor, ranks: list[list[Part]]) -> str | None:
+        try:
+            other = self._stepped(ranks)
+        except (_Untold, Sends):
+            raise _Untold from None
+        except Exception as error:  # noqa: BLE001  # whatever the class raises
+            return f"it fails on them ({type(error).__name__}: {error})"
+        change = (whole - self.value).abs().max().item()
+        found = (other - whole).abs().max().item()
+        if found <= _TOLERANCE * change + 1e-6 * whole.abs().max().item():  # not: NaN
+            return None
+        return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
+
+    def _stepped(self, ranks: list[list[Part]]) -> Tensor:
+        """Both parameters (2 * numel,) after all steps; ranks: what each has one optimizer of."""
+        result = self.value.clone()
+        for parts in ranks:
+            leaves = [nn.Parameter(self.value[start:stop].clone().view(shape).to(self.device)) for start, stop, shape in parts]
+            inner = self._optimizer(leaves)
+            for grad in self.grads:
+                for leaf, (start, stop, shape) in zip(leaves, parts, strict=True):
+                    leaf.grad = grad[start:stop].clone().view(shape).to(self.device)
+                inner.step()
+            for leaf, (start, stop, _) in zip(leaves, parts, strict=True):
+                result[start:stop] = leaf.detach().reshape(-1).cpu()
+        return result
+
+    def _optimizer(self, leaves: list[nn.Parameter]) -> torch.optim.Optimizer:
+        inner = inner_copy(self.optimizer)
+        own = {k: v for k, v in vars(inner).items() if k not in ("state", "param_groups", "defaults") and not k.endswith("_hooks")}
+        vars(inner).update(_copied(own))
+        options = _copied({k: v for k, v in self.group.items() if k != "params"})
+        for key in ("lr", "initial_lr"):
+            if isinstance(options.get(key), Tensor):
+                options[key].fill_(_LR)
+            elif isinstance(options.get(key), float):
+                options[key] = _LR
+        inner.param_groups = [{**options, "params": leaves}]
+        inner.state = defaultdict(dict, {leaf: self._state(leaf) for leaf in leaves} if self.optimizer.state.get(self.param) else {})
+        for leaf in leaves:
+            if leaf.shape == self.shape and leaf.numel() == self.numel:  # runs have no attributes of their own
+                vars(leaf).update({k: v for k, v in vars(self.param).items() if isinstance(v, (bool, int, float, str))})
+        return inner
+
+    def _state(self, leaf: nn.Parameter) -> dict[str, Any]:
+        """As the parameter has it: some make their states as they are built, and not in the first step."""
+        state: dict[str, Any] = {}
+        for key, value in self.optimizer.state[self.param].items():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                if value.shape != self.param.shape:
+                    raise _Untold
+                filled = 0.01 if _is_unreal(value) or not value.numel() else value.detach().reshape(-1)[0].item()
+                state[key] = torch.full_like(leaf.detach(), filled, dtype=value.dtype)
+            else:
+                state[key] = _copied(value)
+        return state
+
+
+def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tensor]]:
+    """(groups, a parameter of the first) for each number of dimensions in each kind of group: numbers in options make no other kind."""
+    samples: dict[Any, tuple[list[int], Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
+        kind = repr(sorted((k, "number" if type(v) in (int, float) else repr(v)) for k, v in told.items()))
+        for param in group["params"]:
+            attributes = repr(sorted((k, v) for k, v in vars(param).items() if isinstance(v, (bool, str))))
+            key = kind, max(param.dim(), 1), attributes, bool(optimizer.state.get(param))
+            numbers, _ = samples.setdefault(key, ([], param))
+            if number not in numbers:
+                numbers.append(number)
+    yield from samples.values()
+
+
+def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:
+    """On the host, or where the class fails there, where the parameters are."""
+    device = torch.device("cpu")
+    others = [] if param.is_meta or isinstance(param, FakeTensor) or param.device == device else [param.device]
+    for place in [device, *others]:
+        try:
+            return trial(place)
+        except (_Untold, Sends):
+            raise
+        except Exception:  # noqa: BLE001, PERF203  # on whole parameters: the class does not step here
+            continue
+    raise _Untold
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Real tensors on the host, without autograd and compilers, and nothing felt outside."""
+    compiles = torch_compat.DYNAMO in sys.modules  # else nothing is compiled, and importing it takes a second
+    with disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Watch():
+            yield
+
+
+def _copied(value: Any) -> Any:
+    """A copy of plain data and tensors; raises _Untold for anything else, by which a trial could write into what is the user's."""
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= _MAX_NUMEL:
+        return torch.full(value.shape, 0.01, dtype=value.dtype) if _is_unreal(value) else value.detach().clone()
+    if isinstance(value, _ATOMS):
+        return value
+    if type(value) is dict:
+        return {key: _copied(each) for key, each in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_copied(each) for each in value)
+    raise _Untold
+
+
+def _is_unreal(value: Tensor) -> bool:
+    return value.is_meta or isinstance(value, FakeTensor)
+
+
+def _tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from _tensors(each)

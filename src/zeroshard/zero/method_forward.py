@@ -1,0 +1,95 @@
+"""Methods of a module, other than `forward`, that compute with its parameters (`zs.register_forward`)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError
+from ..utils.autograd import forward_runs
+from ..utils.torch_compat import original
+
+
+def register_forward(module: nn.Module, name: str) -> None:
+    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered, its hooks run.
+
+    At stage 3 parameters are whole only inside of the forward of their module; a method of another name (`model.encode(x)`)
+    that a program calls by itself would find slices. At every stage it makes the method's inputs and outputs those of a forward:
+    they are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
+
+    Call it on every rank, before or after zs.shard. In a forward of the module, in methods that it calls, and while torch.compile
+    traces, the method runs as it ever did. In a model that is not sharded only the module's own forward hooks see the calls.
+    Registering a method again changes nothing. A deep copy of the module has its methods registered as well.
+
+    Args:
+        module: the one whose parameters the method uses: its own and those of modules inside of it.
+        name: of the method; its arguments and what it returns are its own.
+
+    Raises:
+        ConfigError: the module has no such method; it is `forward`, which needs no registration; or it is a generator or a
+            coroutine, most of which runs after its call is over: register what it calls at each turn.
+
+    Example::
+
+        zs.register_forward(model, "encode")
+        model, optimizer = zs.shard(model, optimizer, stage=3)
+        model.encode(x).sum().backward()
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}.")
+    module = original(module)
+    method = getattr(module, name, None)
+    if isinstance(method, MethodForward):
+        return
+    why = ""
+    if name == "forward":
+        why = "a forward needs no registration"
+    elif not callable(method) or isinstance(method, nn.Module):
+        why = f"{type(module).__name__} has no method of this name"
+    elif any(kind(method) for kind in (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)):
+        why = "its body runs after its call is over, when parameters are released; register the method that it calls at each turn"
+    if why:
+        raise ConfigError(f"zs.register_forward: {name!r}: {why}.")
+    module.__dict__[name] = MethodForward(module, name, module.__dict__.get(name))
+
+
+class MethodForward:
+    """Stands in a module for one of its methods; a call of it is a call of the module, in which the method is the forward.
+
+    given: what stood in the instance under this name, where it is no method of the class.
+    """
+
+    def __init__(self, module: nn.Module, name: str, given: Any) -> None:
+        self.module, self.name, self.given = module, name, given  # a bound method of it would be pickled by its name: as this object
+
+    @property
+    def __wrapped__(self) -> Any:
+        """The method itself, as `inspect` asks for it."""
+        if self.given is not None:
+            return self.given
+        return inspect.getattr_static(type(self.module), self.name).__get__(self.module, type(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, method = self.module, self.__wrapped__
+        if torch.compiler.is_compiling() or forward_runs(module):
+            return method(*args, **kwargs)
+        instance = module.__dict__
+        before = {"forward": instance["forward"]} if "forward" in instance else {}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            put_back()  # the method may call the module's forward
+            return method(*args, **kwargs)
+
+        def put_back() -> None:
+            if instance.get("forward") is forward:
+                del instance["forward"]
+                instance.update(before)
+
+        instance["forward"] = forward
+        try:
+            return module(*args, **kwargs)
+        finally:
+            put_back()

@@ -1,0 +1,128 @@
+"""Hooks of the program on parameters, which run in backward when a local gradient is complete (post-accumulate hooks).
+
+    registered before zs.shard    the parameter is whole; p.grad is this rank's gradient, to be changed, replaced or dropped: then it is sent
+    registered after it           the gradient has been sent: the parameter is as it is at rest
+
+Both get the program's own parameter object. Who steps an optimizer there is refused: ranks would part.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError, ShardedWriteError
+from ..utils import torch_compat
+from ..utils.torch_compat import exchange, post_accumulate_hooks
+
+_DEPTH = 5  # of what a hook refers to: function, object, dictionary, optimizer
+_MOST = 100_000  # things that are looked at
+ONE_OPTIMIZER = (
+    "Leave the hook out, and give zs.shard one optimizer of all these parameters (with groups where options differ); call its step after "
+    "backward. Memory: from stage 2 on gradients rest as slices, and offload_gradient takes these off the device."
+)
+
+
+def other_optimizers(roots: Iterable[Any], optimizer: Any) -> dict[int, torch.optim.Optimizer]:
+    """id of each parameter -> the optimizer that holds it, of those that `roots` refer to: but `optimizer`, and who wraps it.
+
+    Looks into closures, defaults and globals of functions, bound objects, partial functions and containers.
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    own = {id(group) for group in optimizer.param_groups} if optimizer is not None else set()
+    seen: dict[int, Any] = {}  # holds what it has seen: an id is that of one object while this lives
+    stack = [(root, 0) for root in roots]
+    while stack and len(seen) < _MOST:
+        item, depth = stack.pop()
+        if id(item) in seen or isinstance(item, (Tensor, types.ModuleType)):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, torch.optim.Optimizer):
+            groups = [group for group in item.param_groups if id(group) not in own]
+            found |= {id(param): item for group in groups for param in group["params"]}
+        elif depth < _DEPTH:
+            stack += [(value, depth + 1) for value in _referred(item)]
+    return found
+
+
+def _referred(item: Any) -> Iterable[Any]:
+    """What a function, an object or a container refers to, one step further."""
+    if isinstance(item, dict):
+        return item.values()
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return item
+    if isinstance(item, types.FunctionType):
+        cells = [cell.cell_contents for cell in item.__closure__ or () if cell != types.CellType()]
+        used = [item.__globals__[name] for name in item.__code__.co_names if name in item.__globals__]
+        return [*cells, *used, *(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values()]
+    if isinstance(item, types.MethodType):
+        return [item.__self__, item.__func__]
+    if isinstance(item, functools.partial):
+        return [item.func, *item.args, *item.keywords.values()]
+    if isinstance(item, UserHook):
+        return [item.hook]
+    if isinstance(item, nn.Module):  # what a program keeps in it; not its parameters and parts
+        return [value for name, value in vars(item).items() if not name.startswith("_")]
+    if isinstance(item, type) or not hasattr(item, "__dict__"):
+        return ()
+    return [*vars(item).values(), getattr(type(item), "__call__", None)]
+
+
+class UserHook:
+    """Calls a hook with the program's parameter object, and refuses what it has written into the value."""
+
+    def __init__(self, hook: Callable[[Tensor], Any], group: Any, index: int, whole: bool) -> None:
+        """whole: it runs before the gradient is sent, while the unit is gathered."""
+        self.hook, self._group, self._index, self._whole = hook, weakref.ref(group), index, whole  # weakly: see hooks.py
+
+    def __call__(self, given: Tensor) -> None:
+        group = self._group()
+        if group is None or not self._whole:
+            self.hook(given if group is None else group.params[self._index])
+            return
+        param, compute, before = group.params[self._index], given, torch_compat.version(given)
+        if param is not compute:
+            group.runtime.need(group.unit, group.unit.writes)
+            exchange(param, compute)  # the program's object is the whole meanwhile
+        try:
+            self.hook(param)
+        finally:
+            if param is not compute:
+                exchange(param, compute)
+        if torch_compat.version(given) != before:
+            raise ShardedWriteError(
+                f"{group.specs[self._index].name}: a hook has written it in backward, where the gradient is this rank's alone: ranks would "
+                f"part. Write after backward, on all ranks; or, if the hook steps an optimizer: {ONE_OPTIMIZER}"
+            )
+
+
+def adopt(group: Any, index: int, compute: Tensor) -> None:
+    """The hooks that parameter `index` came with, now on what autograd sees of it, are called by way of `UserHook`."""
+    hooks = post_accumulate_hooks(compute)
+    for key, hook in hooks.items():
+        hooks[key] = UserHook(hook, group, index, whole=True)
+
+
+def give_back(param: Tensor) -> None:
+    """The inverse of `adopt`, on close."""
+    hooks = post_accumulate_hooks(param)
+    for key, hook in hooks.items():
+        hooks[key] = hook.hook if isinstance(hook, UserHook) else hook
+
+
+def adopted(hook: Callable[[Tensor], Any], group: Any, index: int) -> UserHook:
+    """Of a hook that is registered after zs.shard. Raises ConfigError where it steps an optimizer."""
+    runtime = group.runtime
+    found = other_optimizers([hook], runtime.optimizer if runtime is not None else None)
+    if id(group.params[index]) in found:
+        raise ConfigError(
+            f"{group.specs[index].name}: this hook steps an optimizer of its own ({type(found[id(group.params[index])]).__name__}) in "
+            f"backward, where the reduced gradient is not there yet. {ONE_OPTIMIZER}"
+        )
+    return UserHook(hook, group, index, whole=False)
