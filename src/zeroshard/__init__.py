@@ -97,7 +97,7 @@ __all__ = [
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
     "ThreadsMet", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
-    "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states",
-    "register_forward", "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
+    "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",
+    "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",
     "tiled_cross_entropy", "value_of", "whole_matrix",
 ]  # fmt: skip

@@ -194,3 +194,34 @@ def test_names_of_checkpoint_files(stage, model, tmp_path):
     optimizers = [str(tmp_path / "here" / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in (0, 1)]
     assert names == [(str(tmp_path / "here" / model), name) for name in optimizers]
     assert {path.name for path in (tmp_path / "here").glob("*.pt")} == {model, *(name.rpartition("/")[2] for name in optimizers)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "group", "said", "refused"),
+    [(1, None, "8", True), (8, None, "8", False), (1, None, "1", False), (1, None, None, False), (1, None, "some", False), (1, "mine", "8", False)],
+)  # fmt: skip
+def test_a_group_of_one_rank_that_nobody_chose(ranks, group, said, refused):
+    from zeroshard.deepspeed.runtime.zero.partition_parameters import _contradicting_single_rank_pg_error as contradiction
+
+    told = contradiction(ranks, group, {} if said is None else {"WORLD_SIZE": said})
+    assert (told is not None) == refused and (told is None or ("WORLD_SIZE=8" in told and "init_distributed" in told))
+
+
+def test_zero_init_refuses_a_group_that_contradicts_the_launcher(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="the process group has one rank"):
+        run_threads(1, lambda rank: deepspeed.zero.Init(config_dict_or_path=config(3, 1, 1)))
+
+
+def test_the_log_level_of_the_configuration():
+    from zeroshard.deepspeed.runtime.config import get_log_level
+
+    assert get_log_level({}) is None and get_log_level({"log_level": "ERROR"}) == "ERROR"
+    level = deepspeed.utils.logger.level
+    try:
+        engine, *_ = deepspeed.initialize(model=net(), config=config(1, 1, 1, log_level="ERROR"))
+        assert engine.log_level() == "ERROR" and deepspeed.utils.logger.level == logging.ERROR
+    finally:
+        deepspeed.utils.logger.setLevel(level)
+        for handler in deepspeed.utils.logger.handlers:
+            handler.setLevel(logging.NOTSET)

@@ -115,6 +115,19 @@ def test_samples_draw_from_numbers_of_their_own():
     assert run_threads(2, lambda rank: engine.deepspeed_io(Augmented()).num_local_io_workers) == [0, 0]
 
 
+def test_a_share_is_filled_up_before_the_last_batch_is_left_out():
+    """Of 7 samples each of 2 ranks has 4, two batches of 2: DeepSpeed's sampler drops none."""
+
+    def rank_main(rank):
+        told = {**config(0, 2, 1), "dataloader_drop_last": True}
+        loader = deepspeed.initialize(model=net(), config=told, training_data=list(range(7)))[2]
+        return len(loader), [number for batch in loader for number in batch.tolist()]
+
+    shares = run_threads(2, rank_main)
+    assert [length for length, _ in shares] == [2, 2]
+    assert sorted(set(shares[0][1] + shares[1][1])) == list(range(7))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_zs_shard_steps_with_what_is_not_finite_as_torch_does(bad, max_norm):

@@ -306,6 +306,25 @@ def test_known_classes_are_not_tried(monkeypatch):
         zs.shard(model, optimizer)
 
 
+def test_nothing_is_compiled_for_a_trial():
+    compiled = []
+
+    @torch.compile(dynamic=False, backend=lambda graph, inputs: compiled.append(graph) or graph.forward)
+    def kernel(param, grad):
+        param.sub_(0.1 * grad)
+
+    class Compiled(Each):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for param in group["params"]:
+                    kernel(param, param.grad / (param.grad.norm() if group["normed"] else 1.0))
+
+    for normed in (False, True):
+        assert (departure(_linears(Compiled, normed=normed)[1]) is not None) is normed
+    assert not compiled
+
+
 dist = torch.distributed
 
 

@@ -331,3 +331,46 @@ def test_a_parameter_smaller_than_the_world_comes_to_its_unit():
 
     lock = threading.Lock()
     assert run_threads(2, run) == [[[float(number + 1)] for number in range(6)]] * 2
+
+
+def test_an_initialisation_reads_whole_values():
+    """Under torch.no_grad() while the model is made: all ranks do the same. Slices are written as ever; afterwards it is refused."""
+    values = torch.arange(12.0).view(3, 4)
+
+    def run(rank):
+        with zs.init(stage=3):
+            layer = nn.Linear(4, 3)
+            with torch.no_grad():
+                layer.weight.copy_(values)
+                found = [layer.weight @ torch.ones(4), torch.linalg.matrix_norm(layer.weight), layer.weight.full_tensor(), layer.weight.sum(0)]
+                layer.weight.add_(1.0)
+                with pytest.raises(zs.ShardedWriteError):
+                    layer.weight.t_()
+            with pytest.raises(zs.ShardedAccessError, match="Linear.weight"):
+                layer.weight @ torch.ones(4)  # a gradient would be lost
+        with torch.no_grad(), pytest.raises(zs.ShardedAccessError, match="Linear.weight"):
+            layer.weight @ torch.ones(4)
+        return [*found, layer.weight.full_tensor()]
+
+    wanted = [values @ torch.ones(4), torch.linalg.matrix_norm(values), values, values.sum(0), values + 1]
+    for found in run_threads(2, run):
+        for one, other in zip(found, wanted, strict=True):
+            same(one.detach(), other, "computed while it is made", 1e-6)
+
+
+def test_what_is_made_of_a_gathered_parameter_is_cut_afterwards():
+    """Ties stay ties, and it is rank 0's."""
+
+    def run(rank):
+        with zs.init(stage=3):
+            model = nn.Sequential(nn.Linear(4, 3), nn.Linear(4, 3))
+            with torch.no_grad():
+                model[0].weight.fill_(2.0)
+            with zs.gathered(model[0].weight):
+                model[0].scale = model[1].scale = nn.Parameter(model[0].weight.detach() * (1 + rank))
+                assert model[0].scale.sum() == 24 * (1 + rank)
+            model[1].later = nn.Parameter(torch.ones(4))
+        assert model[0].scale is model[1].scale and model[1].later.to_local().numel() == 2
+        return model[0].scale.to_local().tolist()
+
+    assert run_threads(2, run) == [[2.0] * 6] * 2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from zoo import Case, check, normal_batches, run_threads, seeded, sgd, square
+from zoo import Case, check, normal_batches, run_threads, seeded, sgd
 
 import zeroshard as zs
 from zeroshard.memory.ledger import GATHERED

@@ -57,7 +57,7 @@ class _Described:
         described = storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict()
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
-        return torch_compat.rebuilder_of_dtype(), (*described, self.dtype)
+        return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)  # what torch.save writes of dtypes without a class of storages
 
 
 class _StorageOf:

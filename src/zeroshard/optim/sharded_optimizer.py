@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

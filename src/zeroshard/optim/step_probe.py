@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..utils import torch_compat
-from ..utils.torch_compat import FakeTensor, TorchDispatchMode, disable_current_modes
+from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 from .inner_optimizer import inner_copy
 
 _STEPS = 12  # some look at whole matrices in every tenth step alone
@@ -236,7 +235,7 @@ def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:
 @contextmanager
 def _apart() -> Iterator[None]:
     """Real tensors on the host, without autograd and compilers, and nothing felt outside."""
-    compiles = torch_compat.DYNAMO in sys.modules  # else nothing is compiled, and importing it takes a second
+    compiles = DYNAMO in sys.modules  # else nothing is compiled, and importing it takes a second
     with disable_current_modes(), torch.device("cpu"), torch.no_grad(), _eager:
         with torch.compiler.set_stance("force_eager") if compiles else nullcontext(), _Watch():
             yield

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError
 from ..utils import torch_compat
-from ..utils.torch_compat import has_hooks
 from .tiled_parameter import Part
 
 if TYPE_CHECKING:  # it takes seconds to import; who has DTensors has imported it
@@ -179,7 +178,7 @@ class Localised:
 def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter:
     local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
     local.__dict__.update(param.__dict__, _distribution=distribution)
-    if has_hooks(param):
+    if torch_compat.has_hooks(param):
         raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook).")
     return local
 

@@ -28,7 +28,6 @@ from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
 from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
-from ..utils.torch_compat import has_hooks
 from ..zero.auto_wrap import collect, partition
 from ..zero.init_context import BirthHome
 from ..zero.parameter import ParamHome
@@ -298,7 +297,7 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
             raise NotImplementedError(f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device.")
         if param.grad is not None:
             raise ConfigError(f"{name} has a gradient: optimizer.zero_grad(set_to_none=True) before zs.tile().")
-        if has_hooks(param):
+        if torch_compat.has_hooks(param):
             raise ConfigError(f"{name} has hooks, which expect a whole gradient: register them on the tiles after zs.tile().")
         if optimizer is not None and optimizer.state.get(param):
             raise ConfigError(f"the optimizer has states of {name}: tile before the first step.")

@@ -76,6 +76,11 @@ fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
 )  # fmt: skip
 
 
+def in_no_graph(tensor: torch.Tensor) -> bool:
+    """Whether no living graph of autograd refers to a tensor: it may be swapped then."""
+    return tensor._use_count() <= 1
+
+
 def set_local_part(tensor: Any, part: torch.Tensor) -> None:
     """Replace this rank's part of a DTensor."""
     tensor._local_tensor = part
@@ -86,14 +91,9 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return any(getattr(tensor, table) for table in HOOK_TABLES)
 
 
-def rebuilder() -> Callable[..., torch.Tensor]:
-    """The function by which a pickled tensor is made again."""
-    return torch._utils._rebuild_tensor_v2
-
-
-def rebuilder_of_dtype() -> Callable[..., torch.Tensor]:
-    """The same for what torch.save writes of dtypes without a class of storages."""
-    return torch._utils._rebuild_tensor_v3
+def rebuilder(by_dtype: bool = False) -> Callable[..., torch.Tensor]:
+    """The function by which a pickled tensor is made again. by_dtype: of a dtype without a class of storages, which is told last."""
+    return torch._utils._rebuild_tensor_v3 if by_dtype else torch._utils._rebuild_tensor_v2
 
 
 def faking() -> bool:
@@ -119,7 +119,7 @@ def references(tensor: torch.Tensor) -> int:
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Exchange what two tensor objects are. False where torch can not, or a live graph would be made unusable."""
-    if one._use_count() > 1 or other._use_count() > 1:  # type: ignore[attr-defined]
+    if not (in_no_graph(one) and in_no_graph(other)):
         return False  # torch would swap, and poison the gradient accumulator that the graph keeps
     try:
         torch.utils.swap_tensors(one, other)

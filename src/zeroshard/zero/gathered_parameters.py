@@ -25,7 +25,7 @@ from ..memory.ledger import GATHERED
 from ..tensor.attributes import attributes_of, whole_now
 from ..utils import torch_compat
 from ..utils.torch_compat import exchange
-from .init_context import BirthHome
+from .init_context import BirthHome, whole_births
 from .parameter import ParamHome
 from .shard_model import write_value
 from .unit import Unit
@@ -45,7 +45,7 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
 
     Without either a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a running forward
     that takes gradients parameters stay as they are: operations compute with the gathered ones there, gradients included.
-    What is gathered already stays so, for reading.
+    What is gathered already stays so, for reading. Parameters that are made inside, under `zs.init`, are whole until its end.
     """
     module = isinstance(what, nn.Module)
     params = list(what.parameters()) if module else parameters_in(what)
@@ -54,15 +54,16 @@ def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None
     gathering = Gathering(params, write=write, modifier_rank=modifier_rank)
     if module and not gathering.found:
         raise ZeroshardError("zs.gathered: no parameter of this module is sharded; call zs.shard first.")
-    gathering.open()
-    try:
-        yield what if isinstance(what, (nn.Module, Tensor)) else params
-    except BaseException:
+    with whole_births():
+        gathering.open()
+        try:
+            yield what if isinstance(what, (nn.Module, Tensor)) else params
+        except BaseException:
+            gathering.close()
+            raise
         gathering.close()
-        raise
-    gathering.close()
-    refuse(gathering.agree())
-    gathering.keep()
+        refuse(gathering.agree())
+        gathering.keep()
 
 
 def parameters_in(what: Any) -> list[Tensor]:

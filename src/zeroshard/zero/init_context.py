@@ -25,12 +25,12 @@ from ..comm import backend_select
 from ..comm.base import Comm
 from ..comm.process_group import talking_device
 from ..config import Config, Placement
-from ..errors import ShardedAccessError
+from ..errors import ShardedAccessError, ShardedWriteError
 from ..tensor.attributes import attributes_of, whole_now
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor, set_data
 from ..utils import torch_compat
 from ..utils.dtypes import casts_to
-from ..utils.torch_compat import swap
+from ..utils.torch_compat import own_parameters, swap, tree_map_only
 from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shared_storage import Origin
@@ -85,7 +85,20 @@ class BirthHome:
         return arrive
 
     def lend(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        return NotImplemented
+        """While the model is made, on all ranks alike, what slices do not allow is computed of whole values (collective).
+
+        An initialisation reads what a parametrization computes, outside of zs.gathered too. Not where autograd would go on from it.
+        """
+        if func is torch.clone or not _here.inits or torch.is_grad_enabled():  # clone: what full_tensor() asks for first
+            return NotImplemented
+        try:
+            with torch_compat.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        except ShardedWriteError:
+            raise
+        except ShardedAccessError:
+            args, kwargs = tree_map_only(ShardedTensor, lambda tensor: tensor.detach().full_tensor(), (args, kwargs))
+            return func(*args, **kwargs)
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`, of any shape and dtype: a sharded value is taken as it is, a whole one is cut."""
@@ -145,7 +158,12 @@ def init(
     thread = threading.get_ident()
 
     def cut(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        return _born(group, module, name, param, dtype) if threading.get_ident() == thread else None
+        if threading.get_ident() != thread:
+            return None
+        if _here.late is not None:
+            _here.late.append((group, module, name, dtype))
+            return None
+        return _born(group, module, name, param, dtype)
 
     if config.row.parameter is not Placement.SHARDED:
         yield
@@ -154,13 +172,60 @@ def init(
         if not _cuts:  # torch goes through its hooks while other threads register parameters: one for all of them
             _handles.append(register_module_parameter_registration_hook(_cut))
         _cuts.append(cut)
+    _here.inits += 1
     try:
         yield
     finally:
+        _here.inits -= 1
         with _open:
             _cuts.remove(cut)
             if not _cuts:
                 _handles.pop().remove()
+
+
+class _Here(threading.local):
+    """late: what this thread is to cut at the end of `whole_births`: (ranks, module, name, dtype); None outside of it.
+
+    inits: how many `init` contexts it is in.
+    """
+
+    inits = 0
+    late: list[tuple[Comm, nn.Module, str, torch.dtype | None]] | None = None
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def whole_births() -> Iterator[None]:
+    """Parameters that are registered inside are cut at its end (collective, where there are any): rank 0's values.
+
+    Inside of zs.gathered a program makes new parameters of gathered ones, and computes with both (torch.nn.utils.weight_norm).
+    """
+    if _here.late is not None:  # the outermost one cuts them
+        yield
+        return
+    _here.late = []
+    try:
+        yield
+        late = _here.late
+    finally:
+        _here.late = None
+    for comm in {id(each[0]): each[0] for each in late}.values():
+        _cut_late(comm, [each for each in late if each[0] is comm])
+
+
+def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | None]]) -> None:
+    there = [(m, n, own_parameters(m)[n], dtype) for _, m, n, dtype in late if own_parameters(m).get(n) is not None]
+    whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)}
+    if whole:
+        agree_on_values(comm, list(whole.values()))
+    cut: dict[int, nn.Parameter | None] = {}
+    for module, name, param, dtype in there:
+        if id(param) not in cut:
+            cut[id(param)] = _born(comm, module, name, param, dtype)
+        if cut[id(param)] is not None:
+            own_parameters(module)[name] = cut[id(param)]
 
 
 _open = threading.Lock()

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ShardedWriteError
-from ..utils import torch_compat
-from ..utils.torch_compat import exchange, post_accumulate_hooks
+from ..utils.torch_compat import exchange, post_accumulate_hooks, version
 
 _DEPTH = 5  # of what a hook refers to: function, object, dictionary, optimizer
 _MOST = 100_000  # things that are looked at
@@ -86,7 +85,7 @@ class UserHook:
         if group is None or not self._whole:
             self.hook(given if group is None else group.params[self._index])
             return
-        param, compute, before = group.params[self._index], given, torch_compat.version(given)
+        param, compute, before = group.params[self._index], given, version(given)
         if param is not compute:
             group.runtime.need(group.unit, group.unit.writes)
             exchange(param, compute)  # the program's object is the whole meanwhile
@@ -95,7 +94,7 @@ class UserHook:
         finally:
             if param is not compute:
                 exchange(param, compute)
-        if torch_compat.version(given) != before:
+        if version(given) != before:
             raise ShardedWriteError(
                 f"{group.specs[self._index].name}: a hook has written it in backward, where the gradient is this rank's alone: ranks would "
                 f"part. Write after backward, on all ranks; or, if the hook steps an optimizer: {ONE_OPTIMIZER}"

@@ -345,3 +345,14 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__") or not hasattr(torch_dist, name):
         raise AttributeError(f"zeroshard.deepspeed has no comm.{name}, and neither has torch.distributed")
     return getattr(torch_dist, name)
+
+
+def _contradicting_single_rank_pg_error(dp_world_size: int, explicit_process_group: Any, env: Any = None) -> str | None:
+    """What is wrong where a launcher started several ranks and each is alone in its group, which nobody chose; else None."""
+    said = str((os.environ if env is None else env).get("WORLD_SIZE"))
+    if dp_world_size != 1 or explicit_process_group is not None or not said.isdigit() or int(said) <= 1:
+        return None
+    return (
+        f"zero.Init: the launcher says WORLD_SIZE={said}, and the process group has one rank: nothing would be partitioned. Call "
+        "deepspeed.init_distributed() before, and let nothing else make a process group of one rank."
+    )

@@ -20,7 +20,7 @@ class DeepSpeedDataLoader:
     """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
 
     As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch
-    that is not full is left out. num_workers: processes that fetch samples, whose random numbers are not the trainer's; None: two, as
+    that is not full is left out; each rank's share is first filled up with samples of the beginning. num_workers: processes that fetch samples, whose random numbers are not the trainer's; None: two, as
     with DeepSpeed, but none where ranks are threads, which must not fork, or where each would go through all of an IterableDataset.
     """
 
@@ -33,7 +33,7 @@ class DeepSpeedDataLoader:
             num_workers = 0 if isinstance(dataset, IterableDataset) or backend_select.in_threads() else 2
         sampler = data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
-            sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, drop_last=drop_last)
+            sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
         self.dataset, self.sampler, self.batch_size = dataset, sampler, batch_size
         self.data_sampler, self.collate_fn, self.num_local_io_workers = sampler, collate_fn, num_workers
         self.data: Iterator[Any] | None = None  # of the pass that is under way

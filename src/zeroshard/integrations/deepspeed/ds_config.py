@@ -43,6 +43,7 @@ DEEPSPEED_OPTIMIZERS = [
     LION_OPTIMIZER, MUON_OPTIMIZER,
 ]  # fmt: skip
 GRADIENT_CLIPPING = "gradient_clipping"
+LOG_LEVEL_DEFAULT: str | None = KEYS["log_level"].default
 GRADIENT_CLIPPING_DEFAULT: float = KEYS[GRADIENT_CLIPPING].default
 DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
@@ -56,6 +57,11 @@ _TAG_VALIDATIONS = ("IGNORE", "WARN", "FAIL")
 def get_gradient_clipping(config: Mapping[str, Any]) -> float:
     """The bound of the norm that a configuration asks for; 0: none."""
     return config.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT)
+
+
+def get_log_level(config: Mapping[str, Any]) -> str | None:
+    """The level of DeepSpeed's logger that a configuration asks for; None: as it is."""
+    return config.get("log_level", LOG_LEVEL_DEFAULT)
 
 
 def get_bfloat16_config(config: Mapping[str, Any]) -> DeepSpeedBF16Config:

@@ -15,7 +15,7 @@ _QUESTIONS = {  # method -> where the answer is in the configuration
         "gradient_predivide_factor", "dump_state", "memory_breakdown", "wall_clock_breakdown", "dataloader_drop_last",
         "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "load_universal_checkpoint",
         "use_node_local_storage", "torch_autocast_enabled", "torch_autocast_dtype", "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
+        "zero_force_ds_cpu_optimizer", "log_level",
     )},
     **{f"zero_{name}": f"zero_config.{name}" for name in (
         "reduce_scatter", "overlap_comm", "offload_optimizer", "offload_param", "sub_group_size", "reduce_bucket_size",

@@ -32,7 +32,7 @@ from ...config import Tier
 from ...tensor.attributes import whole_now
 from ...tensor.sharded_tensor import ReplicatedParameter, ShardedParameter
 from ...zero.gathered_parameters import Gathering, home_of, is_gathered, refuse
-from ...zero.init_context import cut_module, init
+from ...zero.init_context import cut_module, init, whole_births
 from ...zero.parameter import ParamHome
 from ...zero.runtime import runtime_of
 from ...zero.unit import Phase
@@ -147,6 +147,8 @@ class Init:
             communication.init_distributed()
         self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s())
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
+        if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
+            raise RuntimeError(told)
         if module is not None:
             cut_module(module.to(self._birthplace()), self._comm)
 
@@ -327,12 +329,14 @@ class GatheredParameters:
         self.params = list({id(param): param for param in given if is_zero_param(param)}.values())
         self.enabled, self.src_rank = bool(self.params), modifier_rank
         self._gathering: Gathering | None = None
+        self._births = contextlib.ExitStack()
         for param in self.params if fwd_module is not None else ():
             register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
         if self.enabled:
             self._gathering = _opened(self.params, modifier_rank=self.src_rank)
+            self._births.enter_context(whole_births())
 
     def __exit__(self, kind: Any, *failure: Any) -> None:
         gathering, self._gathering = self._gathering, None
@@ -340,7 +344,12 @@ class GatheredParameters:
             return
         _close(gathering)
         if kind is not None:
+            self._births.__exit__(kind, *failure)
             return
+        with self._births:
+            self._keep(gathering)
+
+    def _keep(self, gathering: Gathering) -> None:
         problems = gathering.agree()
         if dropped := problems.pop("written", []):
             told = (

@@ -106,7 +106,6 @@ DeepSpeedInferenceConfig = _stand_in("DeepSpeedInferenceConfig", _INFER)
 DeepSpeedTransformerLayer = _stand_in("DeepSpeedTransformerLayer", "use torch.nn.TransformerEncoderLayer.", nn.Module)
 DeepSpeedTransformerConfig = _stand_in("DeepSpeedTransformerConfig", "use torch.nn.TransformerEncoderLayer.")
 FlopsProfiler = _stand_in("FlopsProfiler", "use torch.utils.flop_counter.FlopCounterMode on the model before it is sharded.")
-TiledLinear = _stand_in("TiledLinear", "use zs.tile(model, ...), which cuts linear layers of a model into tiles.", nn.Module)
 
 init_inference = _refused("init_inference", _INFER)
 default_inference_config = _refused("default_inference_config", _INFER)

@@ -91,9 +91,9 @@ _TABLE = {
     "runtime.config":
         "ds_config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig "
         "LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER "
-        "get_gradient_clipping; sections: DeepSpeedConfigError",
+        "get_gradient_clipping get_log_level; sections: DeepSpeedConfigError",
     "runtime.config_utils": "sections: DeepSpeedConfigModel=Section",
-    "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT",
+    "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
     "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
     "runtime.fp16.fused_optimizer": "stand_ins: FP16_Optimizer",
@@ -126,7 +126,7 @@ _TABLE = {
     "runtime.zero":
         "partition: DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType "
         "register_external_parameter unregister_external_parameter; parameter_offload: unwrap_model_for_generation; "
-        "stand_ins: TiledLinear",
+        "linears: TiledLinear TiledLinearReturnBias",
     "runtime.zero.config":
         "sections: DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
         "OffloadDeviceEnum",
@@ -142,12 +142,14 @@ _TABLE = {
         "_orig_torch_empty _orig_torch_eye _orig_torch_full _orig_torch_ones _orig_torch_randn _orig_torch_tensor "
         "_orig_torch_zeros is_zero_param partitioned_param_data_shape register_external_parameter "
         "restore_init_context shutdown_init_context unregister_external_parameter "
-        "zero_wrapper_for_fp_tensor_constructor",
+        "zero_wrapper_for_fp_tensor_constructor; communication: _contradicting_single_rank_pg_error; linears: "
+        "zero3_linear_wrap",
     "runtime.zero.parameter_offload": "parameter_offload: DeepSpeedZeRoOffload=ParameterOffload",
     "runtime.zero.stage3":
         "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
-    "runtime.zero.tiling": "stand_ins: TiledLinear",
+    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+    "runtime.zero.tiling": "linears: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",
     "utils":
