@@ -41,6 +41,13 @@ def test_the_function_under_transforms():
     assert torch.allclose(rows, x @ weight.t(), atol=1e-6)
 
 
+def test_the_decorators_are_those_of_torch_for_the_device():
+    from zeroshard.deepspeed.runtime.zero import linear
+
+    for mine, torchs in ((linear.autocast_custom_fwd, torch.amp.custom_fwd), (linear.autocast_custom_bwd, torch.amp.custom_bwd)):
+        assert mine.func is torchs and mine.keywords == {"device_type": deepspeed.get_accelerator().device_name()}
+
+
 class BiasApart(nn.Linear):
     def forward(self, x):
         return nn.functional.linear(x, self.weight), self.bias

@@ -225,3 +225,15 @@ def test_the_log_level_of_the_configuration():
         deepspeed.utils.logger.setLevel(level)
         for handler in deepspeed.utils.logger.handlers:
             handler.setLevel(logging.NOTSET)
+
+
+def test_files_of_optimizer_states_come_in_the_order_of_ranks(tmp_path):
+    from zeroshard.deepspeed.utils.zero_to_fp32 import get_optim_files
+
+    names = [f"{before}{rank}_mp_rank_00_optim_states.pt" for before in ("bf16_zero_pp_rank_", "zero_pp_rank_") for rank in range(12)]
+    for kind in (names[:12], names[12:], [f"zero_{number}_optim_states.pt" for number in range(11)]):
+        for path in tmp_path.glob("*"):
+            path.unlink()
+        for name in kind:
+            (tmp_path / name).touch()
+        assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in kind]

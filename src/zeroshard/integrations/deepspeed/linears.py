@@ -5,13 +5,20 @@ Programs put them where torch.nn.Linear was, to save memory at stage 3. Here eve
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .accelerator import get_accelerator
 from .partition import GatheredParameters
+
+
+_DEVICE = get_accelerator().device_name()
+autocast_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=_DEVICE)  # decorators that programs import from here
+autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=_DEVICE)
 
 
 class LinearFunctionForZeroStage3(torch.autograd.Function):

@@ -21,8 +21,20 @@ class DeepSpeedConfigError(Exception):
     """A configuration asks for what there is not, or contradicts itself; the message names the key and the remedy."""
 
 
-class ValidationError(ValueError):
-    """A typed section has an unknown key, or a value that is not of its key's kind."""
+try:  # programs catch pydantic's, which DeepSpeed raises
+    from pydantic_core import PydanticCustomError, ValidationError
+except ImportError:
+
+    class ValidationError(ValueError):  # type: ignore[no-redef]
+        """A typed section has an unknown key, or a value that is not of its key's kind."""
+
+
+def invalid(section: str, told: str) -> ValidationError:
+    """The error of a typed section: of pydantic where that is installed."""
+    if not hasattr(ValidationError, "from_exception_data"):
+        return ValidationError(told)
+    line = {"type": PydanticCustomError("deepspeed_config", "{told}", {"told": told}), "input": None}
+    return ValidationError.from_exception_data(section, [line], hide_input=True)  # type: ignore[list-item]
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -137,11 +149,10 @@ class Section:
         for name, value in given.items():
             field = ALIASES.get(f"{self.prefix}.{name}", name).rpartition(".")[2]
             if field not in fields:
-                raise ValidationError(f"{self.prefix}: unknown key {name!r}.{did_you_mean(name, fields)}")
+                raise invalid(self.prefix, f"{self.prefix}: unknown key {name!r}.{did_you_mean(name, fields)}")
             if field in values and values[field] != value:
-                raise ValidationError(
-                    f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one."
-                )
+                told = f"{self.prefix}: {field} is given under two names, {values[field]!r} and {value!r}: keep one."
+                raise invalid(self.prefix, told)
             if not (isinstance(value, str) and value == "auto"):
                 values[field] = value
         return values
@@ -165,7 +176,7 @@ class Section:
         try:
             return read(value)
         except (ValueError, TypeError, KeyError, OverflowError, AttributeError):
-            raise ValidationError(f"{key.name}: expected {expected}, got {value!r}.") from None
+            raise invalid(self.prefix, f"{key.name}: expected {expected}, got {value!r}.") from None
 
     def _check(self) -> None:
         """Raise ValidationError for fields that contradict each other."""
@@ -174,7 +185,7 @@ class Section:
     def of(cls, given: Any) -> Section:
         """From a mapping of keys; None: the defaults."""
         if given is not None and not isinstance(given, Mapping):
-            raise ValidationError(f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
+            raise invalid(cls.prefix, f"{cls.prefix}: expected a mapping of keys to values, got {given!r}.")
         return cls(**(given or {}))
 
     def model_dump(self) -> dict[str, Any]:
@@ -247,9 +258,9 @@ class DeepSpeedZeroConfig(Section):
         if self.overlap_comm is None:
             self.overlap_comm = self.stage == 3
         if not self.compute_grad_norm and self.stage not in (1, 2):
-            raise ValidationError(f"zero_optimization.compute_grad_norm: false needs stage 1 or 2, got stage {self.stage}.")
+            raise invalid(self.prefix, f"zero_optimization.compute_grad_norm: false needs stage 1 or 2, got stage {self.stage}.")
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1 and self.stage != 3:
-            raise ValidationError(f"zero_optimization.offload_optimizer.ratio: below 1 needs stage 3, got stage {self.stage}.")
+            raise invalid(self.prefix, f"zero_optimization.offload_optimizer.ratio: below 1 needs stage 3, got stage {self.stage}.")
 
 
 class DeepSpeedFP16Config(Section):
@@ -262,9 +273,8 @@ class DeepSpeedFP16Config(Section):
             return
         for name in ("loss_scale_window", "hysteresis", "min_loss_scale"):
             if (value := getattr(self, name)) <= 0:
-                raise ValidationError(
-                    f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}."
-                )
+                told = f"fp16.{name}: expected a number above 0 with a dynamic loss scale (loss_scale 0), got {value}."
+                raise invalid(self.prefix, told)
 
 
 class DeepSpeedBF16Config(Section):

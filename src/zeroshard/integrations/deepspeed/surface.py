@@ -92,7 +92,7 @@ _TABLE = {
         "ds_config: ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig "
         "LAMB_OPTIMIZER LION_OPTIMIZER MUADAMW_OPTIMIZER MUADAM_OPTIMIZER MUON_OPTIMIZER MUSGD_OPTIMIZER "
         "get_gradient_clipping get_log_level; sections: DeepSpeedConfigError",
-    "runtime.config_utils": "sections: DeepSpeedConfigModel=Section",
+    "runtime.config_utils": "config_model: DeepSpeedConfigModel",
     "runtime.constants": "ds_config: GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL_DEFAULT",
     "runtime.dataloader": "data_loader: DeepSpeedDataLoader; utilities: RepeatingLoader",
     "runtime.engine": "engine: DeepSpeedEngine; version: MEMORY_OPT_ALLREDUCE_SIZE=ALLREDUCE_NUMEL",
@@ -148,7 +148,9 @@ _TABLE = {
     "runtime.zero.stage3":
         "parameter_offload: unwrap_model_for_generation; stand_ins: DeepSpeedZeroOptimizer_Stage3",
     "runtime.zero.stage_1_and_2": "stand_ins: DeepSpeedZeroOptimizer",
-    "runtime.zero.linear": "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap",
+    "runtime.zero.linear":
+        "linears: LinearFunctionForZeroStage3 LinearModuleForZeroStage3 autocast_custom_bwd autocast_custom_fwd "
+        "zero3_linear_wrap",
     "runtime.zero.tiling": "linears: TiledLinear TiledLinearReturnBias",
     "runtime.zero.utils": "partition: is_zero_param; stand_ins: ZeRORuntimeException",
     "sequence.layer": "stand_ins: DistributedAttention",

@@ -192,11 +192,10 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
     """The files that tell about optimizer states, by rank; those of the engine tell the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    found = {int(match[1]): str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")
-             if (match := re.search(r"zero_pp_rank_(\d+)_mp_rank_00", path.name))}  # fmt: skip
+    found = sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name))
     if not found:
-        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}', as zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    return [found[rank] for rank in sorted(found)]
+        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
+    return [str(path) for path in found]
 
 
 def main(arguments: list[str] | None = None) -> None:
