@@ -134,7 +134,7 @@ def _shard(
     if peers.world_size > group.world_size and weights is None and not peers.imagined:
         uncut = [(s.name, s.original) for s in specs if s.part is None and not (s.original.is_meta or isinstance(s.original, ShardedTensor))]
         check_replicas(peers, group.rank == 0, uncut)
-    _agree(model, specs, group, skip_parameters=weights is not None)
+    _agree(model, specs, group, skip_parameters=weights is not None, buffers=config.agree_buffers)
     comms = Topology.flat(group, peers, world, axes.places, axes.stages)
     local.keep()
     runtime = _build(model, optimizer, config, comms, specs, axes.parts)
@@ -217,10 +217,10 @@ def _device_of(specs: list[ParamSpec]) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters: bool) -> None:
-    """All ranks start from rank 0's values, as with DDP."""
+def _agree(model: nn.Module, specs: list[ParamSpec], comm: Comm, skip_parameters: bool, buffers: bool) -> None:
+    """All ranks start from rank 0's values, as with DDP. buffers: of these, too."""
     whole = [] if skip_parameters else [(s.name, s.original) for s in specs]
-    tensors = [*whole, *model.named_buffers()]
+    tensors = [*whole, *(model.named_buffers() if buffers else ())]
     tensors = [(n, t) for n, t in tensors if not t.is_meta and not isinstance(t, ShardedTensor)]
     differing = agree_on_values(comm, tensors)
     if differing and comm.rank == 0:

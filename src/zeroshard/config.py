@@ -234,7 +234,7 @@ _CONFIG_KINDS = {
     **dict.fromkeys(("min_unit_numel", "delayed_update", "loss_scale_delay"), _COUNT),
     **dict.fromkeys(("max_unit_numel", "prefetch_nbytes", "max_live_parameters", "prefetch_bucket_size"), _BOUND),
     **dict.fromkeys(("param_persistence_threshold", "model_persistence_threshold"), _BOUND),
-    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "map_shared", "keep_host_memory"), _BOOL),
+    **dict.fromkeys(("overlap", "master_weights", "cast_buffers", "agree_buffers", "map_shared", "keep_host_memory"), _BOOL),
     "consecutive_hysteresis": _BOOL,
     **dict.fromkeys(("gradient_dtype", "reduce_dtype"), _DTYPE),
     "dtypes": _Kind("{class name or name pattern: floating-point dtype}", _are_dtypes),
@@ -368,6 +368,7 @@ class Config:
                       keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
     cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
                       (rotary tables need fp32; a table that is added to activations must be cast).
+    agree_buffers:    buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
     loss_scale:       fp16: "dynamic" or a fixed number above 0.
     initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
     loss_scale_delay: fp16: this many good steps at the start, and after each overflow, do not count for the window.
@@ -424,6 +425,7 @@ class Config:
     master_weights: bool = True
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     cast_buffers: bool = False
+    agree_buffers: bool = True
     loss_scale: str | float = "dynamic"
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 2000

@@ -150,7 +150,7 @@ def test_who_says_nothing_is_shown_out_in_time(monkeypatch):
 
     def wait():
         silent.append(connected(mine[0].address))
-        silent[0].settimeout(5)
+        silent[0].settimeout(50)
         assert is_closed(silent[0])
 
     speak(world(mine, before_last=wait))

@@ -279,7 +279,7 @@ def test_functions_that_read_one_section():
 
 
 def test_what_is_not_said_is_left_to_zeroshard():
-    as_deepspeed = {"skip_nonfinite": False, "max_skipped_steps": math.inf, "hold_schedulers": False}
+    as_deepspeed = {"skip_nonfinite": False, "max_skipped_steps": math.inf, "hold_schedulers": False, "agree_buffers": False}
     said = {"stage": 0, "precision": "fp32", "gradient_dtype": torch.float32, **as_deepspeed}
     assert shard_options(read()) == {**said, "max_grad_norm": 1.0}
     assert shard_options(read(gradient_clipping=0)) == said
@@ -302,7 +302,7 @@ def test_the_options_of_shard():
         data_types={"grad_accum_dtype": "fp16"},
     ))  # fmt: skip
     assert options == {
-        "skip_nonfinite": True, "max_skipped_steps": math.inf, "hold_schedulers": False,
+        "skip_nonfinite": True, "max_skipped_steps": math.inf, "hold_schedulers": False, "agree_buffers": False,
         "stage": 3, "precision": "fp16", "max_grad_norm": 1.0, "reduce_dtype": torch.float32, "gradient_dtype": torch.float16,
         "offload_optimizer": {"device": "nvme", "path": "/fast", "pin_memory": True, "ratio": 0.5},
         "offload_param": {"device": "nvme", "path": "/fast", "pin_memory": False},

@@ -13,7 +13,7 @@ import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.testing import run_threads
 
-WANTED = {"zeroshard": {"shard": {"skip_nonfinite": True, "hold_schedulers": True, "max_skipped_steps": 3}}}
+WANTED = {"zeroshard": {"shard": {"skip_nonfinite": True, "hold_schedulers": True, "max_skipped_steps": 3, "agree_buffers": True}}}
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 FP32_GRADIENTS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_NORM = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}
@@ -91,6 +91,19 @@ def test_ranks_wait_as_long_as_the_process_group_was_given(tmp_path):
         assert zs.zero.runtime.runtime_of(engine.module).comm.stall_timeout_s == 77
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_buffers_stay_each_ranks_own():
+    def rank_main(rank):
+        found = []
+        for more in ({}, WANTED):
+            model = net()
+            model.register_buffer("own", torch.full((2,), float(rank)))
+            engine = deepspeed.initialize(model=model, config=config(1, 2, 1, **more))[0]
+            found.append(engine.module.own[0].item())
+        return found
+
+    assert run_threads(2, rank_main) == [[0, 0], [1, 0]]
 
 
 class Augmented(torch.utils.data.Dataset):

@@ -425,10 +425,8 @@ def test_a_file_that_is_forgotten_is_closed(disk, engine):
     engine.write(file, 0, random_bytes(100)).wait()
     fd = file.fd
     del file
-    deadline = time.monotonic() + 5
-    while os.path.exists(f"/proc/self/fd/{fd}") and time.monotonic() < deadline:
+    while os.path.exists(f"/proc/self/fd/{fd}"):
         gc.collect()  # the thread lets go of the request just after it is done
-    assert not os.path.exists(f"/proc/self/fd/{fd}")
 
 
 def test_a_file_that_must_not_be_written_can_be_read(disk, engine, monkeypatch):
@@ -491,8 +489,7 @@ def test_threads_start_late_and_end_with_the_engine(disk):
     gc.collect()
     handle.wait()  # what was asked for is done
     for thread in running:
-        thread.join(5)
-        assert not thread.is_alive()
+        thread.join()  # the test's limit ends it
 
 
 def test_closing_finishes_what_was_asked_for(disk):

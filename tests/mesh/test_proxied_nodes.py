@@ -26,7 +26,7 @@ def joined():
     with ProxiedNodes(RATE) as nodes, socket.create_server(("127.0.0.1", 0)) as listener:
         caller = socket.create_connection(("127.0.0.1", nodes.door(*listener.getsockname())), 5)
         called, _ = listener.accept()
-        called.settimeout(5)
+        called.settimeout(50)
         with caller, called:
             yield nodes, caller, called
 

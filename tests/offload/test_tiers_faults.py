@@ -214,7 +214,7 @@ def test_requests_on_the_same_elements_keep_their_order(second, tmp_path, faulty
     rest.store(0, torch.ones(8192))
     go, order = threading.Event(), []
     slow = "read" if second == "write" else "write"
-    calls.arm(slow, lambda call: (go.wait(5), order.append(slow), call())[-1])
+    calls.arm(slow, lambda call: (go.wait(50), order.append(slow), call())[-1])
     out = torch.zeros(2048)
     first = rest.read(0, out) if slow == "read" else rest.write(0, torch.full((2048,), 2.0))
     threading.Timer(0.1, go.set).start()

@@ -1,6 +1,7 @@
 """Objects that one thread at a time may use refuse a second, name both, and go on; what threads share legitimately stays whole."""
 
 import copy
+import itertools
 import sys
 import threading
 import time
@@ -134,23 +135,22 @@ def test_two_threads_in_a_pool_are_told_so_and_never_meet_a_torn_queue(make):
 
     def body() -> None:
         begin.wait()
-        for _ in range(1000):
+        for number in itertools.count():
+            if problems or (refused and number > 1000):  # until they have met: the limit of the test ends it otherwise
+                return
             try:
                 use()
             except zs.ThreadsMet as met:
                 refused.append(met)
             except Exception as error:
                 problems.append(error)
-                return
 
     threads = [threading.Thread(target=body, name=f"user {number}") for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join()
     assert problems == []
-    assert refused  # they did meet
 
 
 def delayed(rank: int, **options):

@@ -39,7 +39,8 @@ def test_what_is_missing_is_named_with_what_needs_it(monkeypatch):
     monkeypatch.delattr(torch._C, "_swap_tensor_impl")
     with pytest.raises((AttributeError, ImportError)):
         private_names.found("torch._C._swap_tensor_impl")
-    assert needed_by("torch._C._swap_tensor_impl") == "swap_tensor_impl = torch._C._swap_tensor_impl"
+    assert needed_by("torch._C._swap_tensor_impl").startswith("exchange: As `swap`, where graphs")
+    assert needed_by("torch._disable_dynamo").startswith("disable_dynamo = torch._disable_dynamo")
     assert needed_by("torch.cuda._lazy_call") == "call_when_cuda_starts: At once where it has been used."
 
 
@@ -67,15 +68,19 @@ def test_tensors():
 
 def test_implementations_change_places_and_a_graph_is_seen():
     one, other = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(2))
-    torch_compat.swap_tensor_impl(one, other)
+    assert torch_compat.swap(one, other)
     assert one.tolist() == [1.0, 1.0] and other.tolist() == [0.0]
-    assert torch_compat.in_no_graph(one)
     graph = one * 2
-    assert not torch_compat.in_no_graph(one)
-    del graph
-    assert not torch_compat.has_hooks(one)
-    one.register_post_accumulate_grad_hook(lambda _: None)
-    assert torch_compat.has_hooks(one)
+    assert not torch_compat.swap(one, other)
+    torch_compat.exchange(one, other)
+    assert one.tolist() == [0.0] and other.tolist() == [1.0, 1.0]
+    graph.sum().backward()
+    assert other.grad.tolist() == [2.0, 2.0]  # the graph goes on with what it knows
+    assert not torch_compat.has_hooks(one) and torch_compat.post_accumulate_hooks(one) == {}
+    hook = one.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_compat.has_hooks(one) and list(torch_compat.post_accumulate_hooks(one)) == [hook.id]
+    torch_compat.carry_hooks(one, other)
+    assert list(torch_compat.post_accumulate_hooks(other)) == [hook.id]
 
 
 def test_a_wrapper_without_functions_of_its_own():

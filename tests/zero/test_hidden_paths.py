@@ -401,3 +401,32 @@ def test_what_a_forward_writes_beside_a_parametrization_is_refused():
     with pytest.raises(zs.ShardedWriteError, match="base.weight: written in place inside a forward"):
         model, _ = zs.shard(nn.Sequential(Adapted(), Adapted(also_writes=True)), None, units=(Adapted,), **RELEASED)
         model(torch.ones(2, DIM))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_that_is_moved_where_it_is_keeps_its_masters(stage, precision):
+    """Frameworks call model.cpu() or model.to(device) when a run ends, and before each: `param.data = param.data`, which writes nothing."""
+
+    def body(rank: int) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        zs.shard(model, optimizer, stage=stage, precision=precision)
+        model(torch.ones(2, 7)).square().mean().backward()
+        optimizer.step()
+        exact = [zs.value_of(param).full().clone() for param in model.parameters()]
+        model.cpu().to("cpu")
+        for param in model.parameters():
+            param.data = param.data
+        for param, value in zip(model.parameters(), exact, strict=True):
+            assert torch.equal(zs.value_of(param).full(), value)
+            assert not torch.equal(value, value.to(param.dtype).float())  # there were digits to lose
+        with torch.no_grad():
+            model[0].weight.data = model[0].weight.data * 2  # other memory is a write
+            model[1].weight.data.mul_(2)
+        for index, at in ((0, 0), (1, 2)):
+            doubled = zs.value_of(model[index].weight).full()
+            assert torch.equal(doubled, (exact[at].to(model[0].weight.dtype) * 2).float())
+
+    run_threads(2, body)

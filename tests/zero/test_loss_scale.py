@@ -102,3 +102,30 @@ def test_a_gradient_that_enters_several_times_is_scaled_once(stage, case):
                     same(grad, grads[name], name, 1e-2)
 
     run_threads(2, run)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_inside_of_the_forward_is_scaled(stage):
+    """As a training loop does that is a method of its model: the loss of an inner forward, before the outer one has ended."""
+
+    class Loop(Stack):
+        def forward(self, x: Tensor, train: bool = False) -> Tensor:
+            if not train:
+                return super().forward(x)
+            loss = self(x).square().mean()
+            loss.backward()
+            return loss.detach()
+
+    base = seeded(Loop)
+    plain, x = copy.deepcopy(base), torch.linspace(-1, 1, 14).view(2, 7)
+    plain(x, train=True)
+
+    def run(rank: int) -> None:
+        model = copy.deepcopy(base)
+        zs.shard(model, None, stage=stage, precision="fp16", loss_scale=256.0)
+        model(x, train=True)
+        wanted = {name: param.grad for name, param in plain.named_parameters()}
+        for name, grad in zs.full_gradients(model).items():
+            same(grad, wanted[name], name, 1e-2)
+
+    run_threads(2, run)

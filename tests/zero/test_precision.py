@@ -4,6 +4,7 @@ The plain cases (bf16 and fp16 with fp32 masters) are in test_equivalence.py; he
 """
 
 import copy
+import dataclasses
 import math
 
 import pytest
@@ -61,6 +62,37 @@ def test_gradients_are_sent_in_the_chosen_dtype_and_summed_in_fp32(precision, se
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_rest_in_the_chosen_dtype(precision, micro, local_sums):
     compare(task(micro, local_sums), precision, Rounding(rest=torch.bfloat16), gradient_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("micro, local_sums", [(1, False), (2, False)])
+def test_a_clip_in_the_step_does_not_round_gradients_again(micro, local_sums):
+    """They rest in bf16 and are multiplied in fp32, where the optimizer steps, as DeepSpeed's are."""
+    clipped = dataclasses.replace(task(micro, local_sums), states=True)
+    options = {"precision": "bf16", "gradient_dtype": torch.bfloat16, "max_grad_norm": 0.05}
+    outcomes = run_threads(WORLD, lambda rank: [train(rank, clipped, stage=stage, **options) for stage in STAGES])
+    expected = reference(clipped, WORLD, "bf16", outcomes[0][0].coefficients, rounding=Rounding(rest=torch.bfloat16))
+    assert max(outcomes[0][0].coefficients) < 0.5
+    for rank in outcomes:
+        for got in rank:
+            assert got.losses == rank[0].losses and not differences(got.weights, expected.weights)
+            assert all(torch.equal(got.states[n]["exp_avg"], state["exp_avg"]) for n, state in expected.states.items())
+
+
+@pytest.mark.parametrize("stage, offloaded", [*((stage, "none") for stage in STAGES), (1, "cpu"), (3, "cpu")])
+def test_what_the_loss_scale_has_kept_does_not_vanish_when_it_is_divided_out(stage, offloaded):
+    """A gradient of 1.375 * 2**-24, which fp16 has no number for, rests there as 1.375 * 2**-8."""
+
+    def rank_run(rank):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0**24)
+        options = {"gradient_dtype": torch.float16, "initial_loss_scale": 2.0**16, "offload_optimizer": offloaded}
+        zs.shard(model, optimizer, stage=stage, precision="fp16", **options)
+        (model(torch.tensor([[1.375 * 2.0**-12]])) * 2.0**-12).sum().backward()
+        optimizer.step()
+        return zs.full_state_dict(model, masters=True)["weight"].item()
+
+    assert run_threads(WORLD, rank_run) == [-1.375] * WORLD
 
 
 @MODES

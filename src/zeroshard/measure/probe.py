@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -77,7 +78,8 @@ class Rehearsal:
     @torch.no_grad()
     def advance(self) -> int:
         """Step one stretch; its number of parameters."""
-        with stepping_threads(self.threads):
+        # with the scratch and the threads of the host's step: not beside one
+        with stepping_threads(self.threads), nullcontext() if self.host is None else self.host.turn:
             return self._advance()
 
     def _advance(self) -> int:

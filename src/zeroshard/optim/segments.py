@@ -85,10 +85,10 @@ class RunMaker:
             return group.master.load(0, group.master.numel)
         return group.values.full if self.replicated else group.values.rest.load(0, group.layout.shard_numel)
 
-    def gradient(self, group: ParamGroup) -> Tensor:
-        """The gradient that matches `stepped`."""
-        assert group.grads is not None
-        return group.grads.full if self.replicated else group.grads.load()
+    def gradient(self, run: Run) -> Tensor:
+        """The gradient that matches a run's tensor."""
+        assert run.group.grads is not None and run.tensor is not None
+        return run.group.grads.in_step(run.start, run.stop, run.tensor.dtype)
 
     def runs(self, group: ParamGroup, keys: list[object]) -> list[tuple[object, Run]]:
         """(key, run) for each maximal stretch of parameters with equal, not-None key.

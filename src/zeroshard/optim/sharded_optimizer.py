@@ -142,7 +142,7 @@ class OptimizerCore:
         self.runtime.attendance.tell("clip", max_norm)
         return self._clip(max_norm)
 
-    def _clip(self, max_norm: float | None) -> float:
+    def _clip(self, max_norm: float | None, stepping: bool = False) -> float:
         found = self.runtime.account.clipped
         if not self._known():
             for core in self.allied:
@@ -157,13 +157,13 @@ class OptimizerCore:
         if self._usable(norm) and max_norm is not None:
             coefficient = min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays, as in torch
         for core in self.allied:
-            core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor)
+            core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor, stepping and core is self)
         return norm
 
-    def _take_norm(self, found: Clipped, divisor: float) -> None:
+    def _take_norm(self, found: Clipped, divisor: float, stepping: bool) -> None:
         """Scale gradients as was found for all allied. Where the norm is not finite they stay."""
         if self._usable(found.norm):
-            self._scale_gradients(found.coefficient / divisor)
+            self._scale_gradients(found.coefficient / divisor, stepping)
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
         self.runtime.account.clipped = replace(found, writes=self._writes())
 
@@ -180,11 +180,9 @@ class OptimizerCore:
         return [group.grads.writes for group in self.runtime.groups if group.grads is not None]
 
     @torch.no_grad()
-    def _scale_gradients(self, factor: float) -> None:
-        if factor == 1.0:
-            return
-        for group in self.stepped_groups:
-            group.grads.scale(factor)
+    def _scale_gradients(self, factor: float, stepping: bool) -> None:
+        for group in self.stepped_groups if factor != 1.0 else ():
+            group.grads.scale(factor, stepping)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -216,7 +214,7 @@ class OptimizerCore:
         found = account.clipped
         if not self._known() and not (found is not None and found.refused):
             undone = found is not None and not self._usable(found.norm)  # a clip that found nothing to clip
-            self._clip(found.max_norm if undone else runtime.config.max_grad_norm)
+            self._clip(found.max_norm if undone else runtime.config.max_grad_norm, stepping=True)
         runtime.attendance.count_step()
         assert account.clipped is not None
         norm, coefficient = account.clipped.norm, account.clipped.coefficient
@@ -290,7 +288,7 @@ class OptimizerCore:
         runs, whole = [run for run in runs if not run.whole], [run for run in runs if run.whole]
         for run in runs:
             if run.tensor is not None:
-                run.tensor.grad = self.maker.gradient(run.group)[run.start : run.stop].to(run.tensor.dtype)
+                run.tensor.grad = self.maker.gradient(run)
         before = self._settings() if self.host is not None or whole else None
         step_on_device(self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device)
         for run in runs:
@@ -308,6 +306,8 @@ class OptimizerCore:
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
+            if group.grads.replicated:
+                group.grads.apply_factor()  # p.grad is its memory
         self._enter_states()
         return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not: handed over
 

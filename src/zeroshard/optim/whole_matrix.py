@@ -195,7 +195,7 @@ class WholeStepper:
         entries = run.states.load()
         states = {key: entries[key][:numel] for key in job.states}
         param = run.tensor.detach()[:numel]
-        value, after = self._step_class(job, param, job.group.grads.full[slot.offset : slot.stop], states)
+        value, after = self._step_class(job, param, job.group.grads.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
             param.copy_(value.view(-1))
         run.states.save({key: self._padded(job, key, value, entries) for key, value in after.items()})
@@ -261,7 +261,7 @@ class WholeStepper:
         stepped = group.masters.stepped
         entries = job.run.states.load()
         states = [self._state_slice(job, entries[key]) for key in job.states]
-        return [stepped.load(home.begin, home.end), group.grads.load(home.begin, home.end).to(stepped.dtype), *states]
+        return [stepped.load(home.begin, home.end), group.grads.in_step(home.begin, home.end, stepped.dtype), *states]
 
     def _state_slice(self, job: Stepping, value: Any) -> Tensor:
         home = job.group.homes[job.index]

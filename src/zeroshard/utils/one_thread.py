@@ -25,7 +25,7 @@ class Turn:
         self._held, self._inside = threading.RLock(), 0
 
     def __enter__(self) -> None:
-        if not self._held.acquire(blocking=False):
+        if not self._held.acquire(False):
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             inside = names.get(self._inside, "that has ended by now")
             raise ThreadsMet(

@@ -70,7 +70,6 @@ FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes by which a fake tens
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl  # as `__torch_function__` of a class: torch's functions as they are
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
-swap_tensor_impl = torch._C._swap_tensor_impl
 assert_async = torch._assert_async
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
     torch._fused_adam_, torch._fused_adamw_, torch._fused_sgd_, torch._fused_adagrad_,

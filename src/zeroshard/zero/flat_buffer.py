@@ -282,7 +282,7 @@ class GradientBuffer:
         if not self.rest.resident:
             self.rest = narrowed(self.rest, tiers, send_dtype)
             self.departure = Departure(self.rest, tiers, send_dtype)
-        self.factor = 1.0  # by which what rests elsewhere is still to be multiplied (clipping, loss scale)
+        self.factor = 1.0  # by which what rests elsewhere, or in less than fp32, is still to be multiplied (clipping, loss scale)
         self.direct = self.region is not None and dtype == send_dtype
         self.reduced = False
         self.culprits: set[int] = set()  # ranks that sent non-finite gradients for this shard
@@ -428,7 +428,7 @@ class GradientBuffer:
         self.culprits.update(self._work.culprits)
         self.square_sum = None if self.replicated else self._work.square_sum  # replicated: users write `full`
         if self.departure is not None:
-            self._apply_factor()
+            self.apply_factor()
             total = self.departure.leave(add=self.reduced)
             if self.reduced or self.dtype.itemsize < 4:  # what rests is not, in bits, what was reduced
                 self.square_sum = None
@@ -446,13 +446,25 @@ class GradientBuffer:
     def load(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Elements [start, stop) of the reduced shard, on the device: a view, or a copy of what rests elsewhere."""
         stop = self.rest.numel if stop is None else stop
-        if self._carry is not None:
-            return self._carry[start:stop]
         if self.departure is None:
-            return self.rest.load(start, stop)
+            self.apply_factor()
+            return self._at_rest(start, stop)
         self.departure.settle()
-        part = self.rest.load(start, stop)
+        part = self._at_rest(start, stop)
         return part.mul_(self.factor) if self.factor != 1.0 else part
+
+    def _at_rest(self, start: int, stop: int) -> Tensor:
+        return self.rest.load(start, stop) if self._carry is None else self._carry[start:stop]
+
+    def in_step(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Elements of the reduced shard (REPLICATED: of the whole gradient) in the dtype that the optimizer steps.
+
+        They are multiplied after the cast: a clipped bf16 gradient is rounded once, and what the loss scale has kept in fp16 does
+        not vanish when it is divided out.
+        """
+        self.land()
+        part = (self.full[start:stop] if self.replicated else self._at_rest(start, stop)).to(dtype)
+        return part if self.factor == 1.0 else part.mul(self.factor)
 
     def store(self, start: int, source: Tensor) -> None:
         """Set elements of the reduced shard (after `load`, of the same elements)."""
@@ -460,7 +472,7 @@ class GradientBuffer:
         self._stores += 1
         if self.departure is not None:
             self.departure.settle()
-            self._apply_factor()
+            self.apply_factor()
         if self._carry is not None:
             self._carry[start : start + source.numel()].copy_(source)
         else:
@@ -504,26 +516,33 @@ class GradientBuffer:
             self.departure.settle()
             self.rest.store(0, torch.zeros(self.rest.numel, dtype=self.dtype, device="cpu"))
 
-    def scale(self, factor: float) -> None:
-        """Multiply the gradient. What rests elsewhere is multiplied when it is next touched: no pass of its own."""
-        self.square_sum = None
-        if self.departure is not None:
-            self.factor *= factor
-        else:
-            (self.full if self.replicated else self.load()).mul_(factor)
+    def scale(self, factor: float, stepping: bool = False) -> None:
+        """Multiply the gradient. What rests elsewhere is multiplied when it is next touched: no pass of its own.
 
-    def _apply_factor(self) -> None:
-        if self.factor != 1.0:
-            whole = self.load()
-            self.factor = 1.0
-            self.rest.store(0, whole)
+        stepping: the step comes next, and multiplies itself what rests in less than fp32 (`in_step`).
+        """
+        self.square_sum = None
+        self.factor *= factor
+        if self.departure is None and not (stepping and self.dtype.itemsize < 4):
+            self.apply_factor()
+
+    def apply_factor(self) -> None:
+        """Multiply what rests by what it is still to be multiplied by."""
+        factor, self.factor = self.factor, 1.0
+        if factor == 1.0:
+            return
+        if self.departure is not None:
+            self.departure.settle()
+            self.rest.store(0, self._at_rest(0, self.rest.numel).mul_(factor))
+        else:
+            (self.full if self.replicated else self._at_rest(0, self.rest.numel)).mul_(factor)
 
     def square_sums(self) -> float:
         """The sum of squares of the reduced shard, found now (`square_sum` is None)."""
         if self.departure is None:
             return self.comm.square_sums([self.load()])
         self.departure.settle()
-        self._apply_factor()
+        self.apply_factor()
         return self.comm.square_sums([self.rest.host(0, self.rest.numel)])
 
     def gather(self) -> Work:

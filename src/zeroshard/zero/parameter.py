@@ -139,6 +139,8 @@ class ParamHome:
         aliases = isinstance(value, ShardedTensor) and value._home is self and (value is param or value._of_parameter)
         if aliases and (value.shape, value.dtype) == (param.shape, param.dtype):
             return  # what it is; what was computed from it has the same home
+        if not isinstance(param, ShardedTensor) and not isinstance(value, ShardedTensor) and _is_same_memory(param, value):
+            return  # as of model.to() where it is; a write to that memory has counted by itself, and masters keep their digits
         if value.shape != param.shape:
             raise ModelChanged(
                 f"parameter {self.name} was resized from {tuple(param.shape)} to {tuple(value.shape)} after zs.shard(). Resize before "
@@ -188,3 +190,8 @@ def gather_flat(comm: Comm, local: Tensor, label: str) -> Tensor:
         content[begin : begin + len(part)] = part
         begin += len(part)
     return whole.to(local.device)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    alike = (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+    return alike and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()

@@ -11,6 +11,7 @@ depends on the stage is in the units' placements, never here.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -156,10 +157,14 @@ class Runtime:
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._reached)
-        if self.progress.scaler is None or output is None or self._running:  # within a forward of the same model it stays inside
+        if self.progress.scaler is None or output is None:
             return output
-        output = cast_floating(output, torch.float32)
-        return map_tensors(self._scale_gradient, output)
+        if not self._running:
+            return map_tensors(self._scale_gradient, cast_floating(output, torch.float32))
+        # inside of another of the same model: a backward that begins before that one has ended enters here, a later one by its output
+        outer = weakref.ref(self._given[0])
+        begins = lambda: bool(self._given) and self._given[0] is outer()  # noqa: E731
+        return map_tensors(lambda tensor: self._scale_gradient(tensor, begins), output)
 
     def _received(self, given: Tensor) -> Tensor:
         """An input of the model as its forward gets it. The gradient that leaves by it is free of the loss scale: it may enter again."""
@@ -168,11 +173,11 @@ class Runtime:
             given.register_hook(lambda grad: grad / self.progress.loss_scale)
         return caster(self.config.compute_dtype)(given)
 
-    def _scale_gradient(self, output: Tensor) -> Tensor:
-        """An output of the model whose gradient will enter it scaled."""
+    def _scale_gradient(self, output: Tensor, begins: Callable[[], bool] = lambda: True) -> Tensor:
+        """An output of the model whose gradient will enter it scaled, where `begins` says so then."""
         if output.requires_grad and torch.is_grad_enabled():
             output = output.view_as(output) if output.is_leaf else output
-            output.register_hook(self._scale)
+            output.register_hook(lambda grad: self._scale(grad) if begins() else grad)
         return output
 
     def scale_entering(self, grad: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ _TOP = (
         option="reduce_dtype"),
     _N("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
     _H("data_types", None, "below"),
-    _H("data_types.grad_accum_dtype", None, "dtype in which gradients rest and accumulate; fp32 where it is not given",
+    _H("data_types.grad_accum_dtype", None, "dtype in which gradients rest and accumulate; that of the enabled precision where it is not given",
         option="gradient_dtype"),
     _H("data_types.param_dtype", None, "must be that of the enabled precision"),
     _H("data_types.buffer_dtype", None, "floating-point buffers are cast to it; they stay as they are where it is not given"),
