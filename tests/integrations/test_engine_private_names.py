@@ -2,6 +2,7 @@
 
 import logging
 import math
+import multiprocessing
 from types import SimpleNamespace
 
 import pytest
@@ -253,3 +254,12 @@ def test_the_loss_scaler_is_read_as_it_changes(stage):
         engine.step()
     assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)] and (scaler.cur_iter, scaler.cur_scale) == (4, 256)
     assert deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1].loss_scaler is None
+
+
+@pytest.mark.parametrize(("daemonic", "workers"), [(True, 0), (False, 2)])
+def test_ranks_that_may_have_no_children_fetch_samples_themselves(daemonic, workers, monkeypatch):
+    """As those of a multiprocessing.Pool, in which DeepSpeed's own tests run."""
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", daemonic)
+    data = torch.utils.data.TensorDataset(torch.zeros(4, 12), torch.zeros(4, 3))
+    *_, loader, _ = deepspeed.initialize(model=net(), config=config(1, 1, 1), training_data=data)
+    assert loader.num_local_io_workers == workers and len(list(loader)) == 2

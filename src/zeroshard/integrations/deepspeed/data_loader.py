@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,8 +21,9 @@ class DeepSpeedDataLoader:
     """Micro-batches of one rank. Without a sampler of one's own the data set is shuffled and shared out over the ranks.
 
     As with DeepSpeed every pass draws the same order until the program calls `loader.data_sampler.set_epoch`. drop_last: a last batch
-    that is not full is left out; each rank's share is first filled up with samples of the beginning. num_workers: processes that fetch samples, whose random numbers are not the trainer's; None: two, as
-    with DeepSpeed, but none where ranks are threads, which must not fork, or where each would go through all of an IterableDataset.
+    that is not full is left out; each rank's share is first filled up with samples of the beginning. num_workers: processes that fetch
+    samples, whose random numbers are not the trainer's; None: two, as with DeepSpeed, but none where ranks are threads, which must not
+    fork, or daemonic processes, which may not, or where each would go through all of an IterableDataset.
     """
 
     def __init__(
@@ -30,7 +32,8 @@ class DeepSpeedDataLoader:
     ) -> None:  # fmt: skip
         check_dataset(dataset)
         if num_workers is None:
-            num_workers = 0 if isinstance(dataset, IterableDataset) or backend_select.in_threads() else 2
+            alone = backend_select.in_threads() or multiprocessing.current_process().daemon  # may have no children
+            num_workers = 0 if isinstance(dataset, IterableDataset) or alone else 2
         sampler = data_sampler
         if sampler is None and not isinstance(dataset, IterableDataset):
             sampler = DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
