@@ -263,3 +263,18 @@ def test_ranks_that_may_have_no_children_fetch_samples_themselves(daemonic, work
     data = torch.utils.data.TensorDataset(torch.zeros(4, 12), torch.zeros(4, 3))
     *_, loader, _ = deepspeed.initialize(model=net(), config=config(1, 1, 1), training_data=data)
     assert loader.num_local_io_workers == workers and len(list(loader)) == 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_derivative_of_torch_func_is_that_of_the_module(stage):
+    """The mean over micro-batches is of training: torch.func asks for a plain derivative."""
+    engine, *_ = deepspeed.initialize(model=net(), config=config(stage, 1, 4))
+    x, y = batches(1, 1)[0][0][0]
+    torch.testing.assert_close(torch.func.grad(lambda x: engine(x, y))(x), torch.func.grad(lambda x: net()(x, y))(x))
+
+
+def test_checkpointed_functions_take_keywords():
+    x, scale = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    out = deepspeed.checkpointing.checkpoint(lambda x, *, scale, offset: x * scale + offset, x, scale=scale, offset=1.5)
+    out.sum().backward()
+    assert torch.equal(out, x * scale + 1.5) and torch.equal(x.grad, scale) and torch.equal(scale.grad, x)

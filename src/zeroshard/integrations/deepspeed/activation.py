@@ -7,6 +7,7 @@ Where inputs of checkpoints rest on the host, or cut over a model-parallel group
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -75,11 +76,11 @@ def reset() -> None:
     """DeepSpeed frees buffers of a step here; there are none."""
 
 
-def checkpoint(function: Callable, *args: Any) -> Any:
-    """function(*args), whose activations are computed again in backward."""
+def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """function(*args, **kwargs), whose activations are computed again in backward."""
     in_cpu = _chosen is not None and _chosen.checkpoint_in_cpu and torch.cuda.is_available()
     with torch.autograd.graph.save_on_cpu(pin_memory=True) if in_cpu else contextlib.nullcontext():
-        return torch_checkpoint(function, *args, use_reentrant=False)
+        return torch_checkpoint(functools.partial(function, **kwargs), *args, use_reentrant=False)
 
 
 def apply_config(model: nn.Module, config: Any, mpu: Any) -> None:

@@ -27,6 +27,7 @@ from ...optim.offload_states import offload_states, reload_states
 from ...utils import torch_compat
 from ...utils.dtypes import casts_to
 from ...utils.tensor_tree import find_tensors, map_tensors
+from ...utils.torch_compat import in_derivative
 from ...zero.runtime import runtime_of
 from . import partition
 from .autocast import autocast_if_enabled
@@ -130,7 +131,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
             args, kwargs = map_tensors(_half, (args, kwargs))
         with autocast_if_enabled(self):
             output = self.module(*args, **kwargs)
-        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None:
+        if self._gradient_factor() != 1 and torch.is_grad_enabled() and self.optimizer is not None and not in_derivative():
             for tensor in find_tensors(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._scale_unless_scaled)
