@@ -44,7 +44,7 @@ OPTIONS = {
     "first scale nan": ({"initial_loss_scale": float("nan")}, "initial_loss_scale: expected a number above 0, got nan"),
     "first scale negative": ({"initial_loss_scale": -1}, "initial_loss_scale: expected a number above 0, got -1"),
     "first scale text": ({"initial_loss_scale": "x"}, "initial_loss_scale: expected a number above 0, got 'x'"),
-    "skipped text": ({"max_skipped_steps": "a"}, "max_skipped_steps: expected a whole number of at least 1, got 'a'"),
+    "skipped text": ({"max_skipped_steps": "a"}, "max_skipped_steps: expected a whole number of at least 1, or inf, got 'a'"),
     "window zero": ({"loss_scale_window": 0}, "loss_scale_window: expected a whole number of at least 1, got 0"),
     "units number": ({"units": 5}, "units: expected 'auto', .* or a function .*, got 5"),
     "config mapping": ({"config": {"stage": 2}}, "config: expected a zs.Config, got dict"),

@@ -30,7 +30,7 @@ CONFIG = {
     "min_unit_numel": {"0"},
     "delayed_update": {"0"},
     "loss_scale": {"half"}, "initial_loss_scale": {"half"}, "min_loss_scale": {"half"},
-    "loss_scale_window": set(), "loss_scale_hysteresis": set(), "max_skipped_steps": set(), "loss_scale_delay": {"0"},
+    "loss_scale_window": set(), "loss_scale_hysteresis": set(), "max_skipped_steps": {"inf"}, "loss_scale_delay": {"0"},
     "stage": {"0"}, "shard_size": set(), "mics_shard_size": set(), "zero_hpz_partition_size": set(),
 }  # fmt: skip
 OFFLOAD = {"ratio": {"0", "half"}, "buffer_count": set(), "buffer_nbytes": set()}
