@@ -497,6 +497,7 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
     It is what `optimizer.state_dict()` is in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ...,
     "params": [numbers]}]}, numbers in the order of the groups. A plain optimizer of the same groups takes it by `load_state_dict`, and so does
     a sharded one, at any stage and number of ranks; give it to every rank there. States of one parameter are gathered at a time.
+    Of a pipeline each stage has an optimizer of its own, and the stage's first rank its state dict.
 
     Args:
         every_rank: give it to every rank, each of which then holds all states.

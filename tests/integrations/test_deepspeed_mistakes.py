@@ -113,7 +113,7 @@ def test_ranks_with_other_configurations(name, of_rank):
 def test_what_is_sharded_can_not_be_copied_or_pickled(stage):
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     engine = initialize(model, zero_optimization={"stage": stage})
-    for kind, what in {"Sequential": (engine, model), "ShardedFusedAdam": (engine.basic_optimizer,)}.items():
+    for kind, what in {"Sequential": (engine, model), "FusedAdam": (engine.basic_optimizer,)}.items():
         for each in what:
             for copied in (copy.deepcopy, pickle.dumps):
                 with pytest.raises(zs.ShardedAccessError, match=f"{kind} can not be copied or pickled.*zs.full_"):

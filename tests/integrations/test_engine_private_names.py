@@ -237,3 +237,19 @@ def test_files_of_optimizer_states_come_in_the_order_of_ranks(tmp_path):
         for name in kind:
             (tmp_path / name).touch()
         assert get_optim_files(tmp_path) == [str(tmp_path / name) for name in kind]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_loss_scaler_is_read_as_it_changes(stage):
+    """Held from the start on, it tells scale and steps: doubled by the good one after a window of them, halved by an overflow."""
+    given = config(stage, 1, 1, fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 4})
+    engine, optimizer, *_ = deepspeed.initialize(model=net(), config=given)
+    scaler, told = optimizer.loss_scaler, []
+    assert (scaler.scale_window, scaler.min_scale, scaler.scale_factor, scaler.dynamic, scaler.cur_hysteresis) == (2, 4.0, 2.0, True, 1)
+    x, y = batches(1, 1)[0][0][0]
+    for factor in (1.0, 1.0, 1.0, float("inf")):
+        told.append((scaler.cur_iter, scaler.cur_scale, scaler.loss_scale))
+        engine.backward(engine(x.half(), y.half()) * factor)
+        engine.step()
+    assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)] and (scaler.cur_iter, scaler.cur_scale) == (4, 256)
+    assert deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1].loss_scaler is None

@@ -306,6 +306,10 @@ class Cells:
         self.backward(model, 1)
         optimizer.step()
         assert {state["step"].item() for state in zs.full_optimizer_state(model).values()} == {2}
+        told, mine = zs.full_optimizer_state_dict(model), zs.full_optimizer_state_dict(model, every_rank=True)["state"]
+        assert bool(told) is (dist.get_rank() == 0)  # of all ranks of the mesh
+        for number, param in enumerate(plain.parameters()):
+            assert mine[number]["exp_avg"].shape == param.shape and (not told or torch.equal(told["state"][number]["exp_avg"], mine[number]["exp_avg"]))
         zs.close(model)
 
 

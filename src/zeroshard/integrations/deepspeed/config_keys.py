@@ -177,7 +177,7 @@ _ZERO = (
     _N("allgather_partitions", True, f"parameters are always gathered at once: {_SAME}", "bool"),
     _N("use_multi_rank_bucket_allreduce", True, f"there are no buckets: {_SAME}", "bool"),
     replace(_N("overlap_comm", None, f"communication runs beside the computation at every stage: {_SAME}", "bool"), fits=(True,)),
-    _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown", "bool"),
+    _H("compute_grad_norm", True, "false (stages 1, 2): no global norm is shown, nor tells in fp32 to skip a step", "bool", "skip_nonfinite"),
     _N("load_from_fp32_weights", True, "the fp32 masters of a checkpoint are always taken", "bool"),
     _N("elastic_checkpoint", False, "every checkpoint loads at any number of ranks", "bool"),
     _H("offload_optimizer", None, "below", "offload_optimizer", "offload_optimizer"),

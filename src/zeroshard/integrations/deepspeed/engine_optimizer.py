@@ -11,7 +11,7 @@ import torch
 from ...errors import NonFiniteError
 from . import stand_ins
 from .cpu_optimizers import FusedAdam
-from .optimizer_views import OptimizerViews
+from .optimizer_views import LossScalerView, OptimizerViews
 from .parameter_offload import ParameterOffload
 from .sliced_states import show_slices
 
@@ -115,8 +115,9 @@ class EngineOptimizer(OptimizerViews):
     cur_scale = loss_scale
 
     @property
-    def loss_scaler(self) -> Any:
-        return self.optimizer.core.runtime.progress.scaler
+    def loss_scaler(self) -> LossScalerView | None:
+        """Of fp16, else None."""
+        return LossScalerView(self.optimizer.core) if self.optimizer.core.runtime.progress.scaler is not None else None
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -111,6 +111,42 @@ class OptimizerViews:
         )  # fmt: skip
 
 
+class LossScalerView:
+    """The loss scaler under DeepSpeed's names: what it is now, also in later steps. The rest is zeroshard's own."""
+
+    scale_factor = 2.0
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core.runtime.progress.scaler, name)
+
+    @property
+    def cur_scale(self) -> float:
+        return self.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """Steps asked for, those that were skipped among them."""
+        return self._core.tally.asked
+
+    @property
+    def cur_hysteresis(self) -> int:
+        return self.patience
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without an overflow after which the scale is doubled."""
+        return self.config.loss_scale_window
+
+    @property
+    def min_scale(self) -> float:
+        return self.config.min_loss_scale
+
+
 def _flat(parts: list[ParameterPart]) -> Any:
     """This rank's slices of whole tensors in fp32, padded to equal ones, one behind the other; of plain values the first (collective)."""
     found = []
