@@ -163,8 +163,8 @@ def test_bytes_at_rest_and_bytes_moved_are_the_closed_formulas(world_size, row):
                 name: held[tier][name] for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
             }, tier
         # what else the device holds at its worst moment: buffers of constant number (test_fake_world: 2 for gradients)
-        largest = max(unit.gathered_nbytes for unit in runtime.units)
-        root = next(unit.gathered_nbytes for unit in runtime.units if unit.name == "(root)")
+        whole = {unit.name: sum(g.layout.numel * g.values.full.itemsize for g in unit.groups) for unit in runtime.units}
+        largest, root = max(whole.values()), whole["(root)"]
         shards = max(group.layout.shard_numel for group in runtime.groups)
         landings = 3 * 4 * shards if places[1] != "none" else 0
         fetched = 5 * (2 * shards + world_size) if places[0] != "none" else 0  # 4 ahead, and one for a need that can not wait
