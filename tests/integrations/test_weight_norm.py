@@ -17,6 +17,7 @@ from zoo import run_threads, same
 import zeroshard as zs
 from zeroshard.integrations.deepspeed import partition
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
+from zeroshard.integrations.deepspeed import install
 from zeroshard.launch import run_processes
 
 Norm = Callable[..., nn.Module]
@@ -145,11 +146,9 @@ SOUND = torch.linspace(-1, 1, 600).view(2, 300).sin()
 
 
 def _of_transformers(rank: int, ranks: int, values: dict[str, Tensor]) -> dict[str, Tensor] | str:
-    from zeroshard.deepspeed import install
-
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("accelerate", "transformers")]:
-        del sys.modules[name]  # of the process of which this is a fork: they found no deepspeed
-    install()
+    for name in [name for name in sys.modules if name.partition(".")[0] in install._DECIDE_AT_IMPORT]:
+        del sys.modules[name]  # of the process of which this is a fork, by whatever tests ran there: they found no deepspeed
+    install.install()
     torch.set_num_threads(1)
     try:
         import deepspeed
