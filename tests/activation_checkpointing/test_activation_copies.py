@@ -2,12 +2,11 @@
 
 import copy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from activation_kit import DIM, activator, gradients, store_of
-from zoo import Stack, normal_batches, same, seeded, square
+from zoo import Stack, normal_batches, run_threads, same, seeded, square
 
 import zeroshard as zs
 
@@ -45,8 +44,7 @@ def test_copies_that_threads_compute_at_once(activate, place):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads take turns at nearly every line
     try:
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(lambda each: [gradients(each, square(each, batch)) for batch in batches], copies))
+        found = run_threads(4, lambda rank: [gradients(copies[rank], square(copies[rank], batch)) for batch in batches], timeout_s=80.0)
     finally:
         sys.setswitchinterval(before)
     for mine in found:
