@@ -17,6 +17,7 @@ from bench_kit import TINY, outcome
 from rich.console import Console
 
 import zeroshard as zs
+from zeroshard.bench import disk as disk_bench
 from zeroshard.bench import gpu, plan, race, report, statistics, worker
 from zeroshard.bench.command import swap_folder
 from zeroshard.bench.disk_bandwidth import Burst, DiskSpeed, bandwidth
@@ -203,3 +204,18 @@ def test_a_tiny_race_of_the_tiers(tmp_path):
         assert moved["disk -> host"] == moved["host -> disk"] and 0 < moved["disk -> host"] < 2 * states
         assert min(speed.write, speed.read, speed.both) > 1e6
     assert not fsdp2.disk and not list(swap.iterdir())
+
+
+def test_the_benchmark_of_the_file_engine_runs_and_leaves_nothing(tmp_path, capsys, monkeypatch):
+    if filesystem_of(tmp_path) in MEMORY_FILESYSTEMS:
+        pytest.skip("no disk")  # dd and the engine are compared by direct I/O, which memory has none of
+    monkeypatch.setattr(disk_bench, "DD_BLOCKS_MIB", (4,))
+    monkeypatch.setattr(disk_bench, "FIO_RUNS", (("psync", 4, 1),))
+    before = sorted(tmp_path.iterdir())
+    result = disk_bench.run(tmp_path, nbytes=16 << 20, rounds=1)
+    assert sorted(tmp_path.iterdir()) == before
+    assert result["write"]["ratio"] > 0 and result["read"]["median"]["engine"] > 0
+    assert [goal.verdict in ("met", "missed") for goal in disk_bench.goals(result)] == [True, True]
+    assert "engine" in disk_bench.sheet(result).markdown()
+    assert disk_bench.main(["--path", str(tmp_path / "nowhere")]) == 2
+    assert "does not exist" in capsys.readouterr().err

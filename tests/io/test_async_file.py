@@ -24,7 +24,6 @@ from faulty_disk import Faults, fails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.bench import disk as disk_bench
 from zeroshard.errors import OffloadIOError, ZeroshardError
 from zeroshard.io import ALIGN, Engine, Syscalls, async_file, empty_aligned, open_file
 from zeroshard.io.async_file import Checksums
@@ -568,22 +567,6 @@ def test_engines_survive_a_fork_and_do_not_hold_up_the_exit(disk):
     command = [sys.executable, "-c", LIVES, str(disk / "lives")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50)
     assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
-
-
-# ------------------------------------------------------------------------------------------------------------ benchmark
-
-
-def test_the_benchmark_runs_and_leaves_nothing(disk, capsys, monkeypatch):
-    monkeypatch.setattr(disk_bench, "DD_BLOCKS_MIB", (4,))
-    monkeypatch.setattr(disk_bench, "FIO_RUNS", (("psync", 4, 1),))
-    before = sorted(disk.iterdir())
-    result = disk_bench.run(disk, nbytes=16 << 20, rounds=1)
-    assert sorted(disk.iterdir()) == before
-    assert result["write"]["ratio"] > 0 and result["read"]["median"]["engine"] > 0
-    assert [goal.verdict in ("met", "missed") for goal in disk_bench.goals(result)] == [True, True]
-    assert "engine" in disk_bench.sheet(result).markdown()
-    assert disk_bench.main(["--path", str(disk / "nowhere")]) == 2
-    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_request_that_is_over_holds_neither_its_file_nor_its_tensor(disk, engine, monkeypatch):
