@@ -40,9 +40,8 @@ from .comm.failure import failure_of
 from .comm.shared_memory import SharedComm
 from .comm.transport import ThreadTransport, ThreadWorld
 from .errors import ConfigError, PeerFailed
-from .utils.torch_compat import give_threads_their_own_parametrizations
 from .utils import torch_compat
-from .utils.torch_compat import FakeTensorMode
+from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametrizations
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:

@@ -5,6 +5,7 @@ import pytest
 pydantic = pytest.importorskip("pydantic")
 
 from zeroshard.deepspeed.runtime.config_utils import DeepSpeedConfigModel  # noqa: E402
+
 from zeroshard.integrations.deepspeed import sections  # noqa: E402
 
 

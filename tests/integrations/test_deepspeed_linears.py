@@ -4,11 +4,11 @@ import pytest
 import torch
 from engine_kit import config
 from torch import nn
+from zeroshard.deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap
+from zeroshard.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
-from zeroshard.deepspeed.runtime.zero.linear import LinearModuleForZeroStage3, zero3_linear_wrap
-from zeroshard.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from zeroshard.testing import run_threads
 
 

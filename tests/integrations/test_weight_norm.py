@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from zoo import run_threads, same
 
 import zeroshard as zs
-from zeroshard.integrations.deepspeed import partition
+from zeroshard.integrations.deepspeed import install, partition
 from zeroshard.integrations.deepspeed.partition import GatheredParameters, Init, register_external_parameter
-from zeroshard.integrations.deepspeed import install
 from zeroshard.launch import run_processes
 
 Norm = Callable[..., nn.Module]

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ZeroshardError
-from ..utils.torch_compat import without_fake_logs
-from ..utils.torch_compat import DataDependentOutputException, DynamicOutputShapeException
+from ..utils.torch_compat import DataDependentOutputException, DynamicOutputShapeException, without_fake_logs
 
 
 class OutOfTime(TimeoutError):

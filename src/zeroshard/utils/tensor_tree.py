@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_compat import tree_map_only
-
 from .dtypes import follows_precision
+from .torch_compat import tree_map_only
 
 _TENSORLESS = (
     type(None), str, bytes, bytearray, int, float, complex, range, type, enum.Enum, types.ModuleType, torch.nn.Module,

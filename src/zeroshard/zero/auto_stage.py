@@ -28,8 +28,7 @@ from ..offload.storage import Tiers
 from ..utils import torch_compat
 from ..utils.host import host_identity
 from ..utils.tensor_tree import find_tensors
-from ..utils.torch_compat import without_fake_logs
-from ..utils.torch_compat import FakeTensorMode
+from ..utils.torch_compat import FakeTensorMode, without_fake_logs
 from .auto_wrap import partition
 from .parameter import ParamSpec
 from .rank_consistency import optimizer_groups

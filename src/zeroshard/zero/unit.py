@@ -34,8 +34,7 @@ from ..tensor.sharded_tensor import ReplicatedParameter, ShardedParameter, Shard
 from ..tensor.tiled_parameter import Tile
 from ..utils import torch_compat
 from ..utils.autograd import memory_of
-from ..utils.torch_compat import references
-from ..utils.torch_compat import tree_map_only
+from ..utils.torch_compat import references, tree_map_only
 from .flat_buffer import GradientBuffer, ParameterBuffer
 from .masters import Masters
 from .parameter import ParamHome, ParamSpec

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from .accelerator import get_accelerator
 from .partition import GatheredParameters
 
-
 _DEVICE = get_accelerator().device_name()
 autocast_custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=_DEVICE)  # decorators that programs import from here
 autocast_custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=_DEVICE)
