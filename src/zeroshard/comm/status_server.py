@@ -2,8 +2,8 @@
 
 Processes have a daemon thread that sleeps in accept() on a TCP socket: it costs a step nothing, never wakes by itself
 (so it is no watchdog), and needs no signal. It ends with the last model (`answer_for`) or the process group. Ranks that
-wait too long, or whose connection broke, ask; one that fails tells. A peer proves with HMAC that it knows the desk's secret, and the desk that it
-does: addresses and secrets go over the group. Plain data alone is read (`codec`).
+wait too long, or whose connection broke, ask; one that fails tells. A peer proves with HMAC that it
+knows the desk's secret, and the desk that it does: addresses and secrets go over the group. Plain data alone is read (`codec`).
 
     asker                                    desk
     number c               -------------->
