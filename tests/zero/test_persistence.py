@@ -15,7 +15,7 @@ from zeroshard.launch import run_processes
 from zeroshard.testing import run_threads
 
 SMALL = 31  # of OddGPT: norms, gains and biases; its matrices have 77 elements and more
-MODEL = seeded(OddGPT)
+MODEL = seeded(OddGPT)  # made once: threads share the generator
 WORLD = 2
 WAYS = [
     {}, {"map_shared": False}, {"map_shared": False, "units": "leaf"}, {"map_shared": False, "units": "model", "overlap": False},
@@ -42,7 +42,7 @@ def test_bits_are_those_of_one_process(way, precision, tmp_path):
 
 
 def _with_frozen(rank, threshold, comm=None):
-    model = seeded(OddGPT)
+    model = copy.deepcopy(MODEL)
     model.norm.requires_grad_(False)
     model.blocks[0].into.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -74,7 +74,7 @@ def test_frozen_parameters_on_shared_memory_and_over_torch_distributed():
 def test_small_parameters_beside_secondary_shards_and_packed_ones(more):
     """What travels for the large ones is as ever, and all ranks have the same small ones."""
     def run(rank, threshold):
-        model = seeded(OddGPT)
+        model = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(
             model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, map_shared=False, param_persistence_threshold=threshold, **more
         )
@@ -93,7 +93,7 @@ def test_small_parameters_beside_secondary_shards_and_packed_ones(more):
 
 def test_small_parameters_are_read_at_rest_as_on_one_process():
     def run(rank):
-        plain = seeded(OddGPT)
+        plain = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(copy.deepcopy(plain), stage=3, map_shared=False, param_persistence_threshold=SMALL)
         norm, block, other = model.norm, model.blocks[0], plain.blocks[0]
         assert block.gain.item() == other.gain.item() and norm.weight.max() == 1 and torch.equal(norm.weight, plain.norm.weight)
@@ -119,7 +119,7 @@ def test_small_parameters_are_read_at_rest_as_on_one_process():
 
 def test_they_are_counted(tmp_path):
     def run(rank, threshold):
-        model = seeded(OddGPT)
+        model = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(
             model, torch.optim.AdamW(model.parameters()), stage=3, map_shared=False, param_persistence_threshold=threshold
         )
@@ -144,7 +144,7 @@ def test_they_are_counted(tmp_path):
 @pytest.mark.parametrize("before, after", [(0, SMALL), (SMALL, 0)])
 def test_checkpoints_know_no_threshold(before, after, tmp_path):
     def run(rank, threshold, steps, load):
-        model = seeded(OddGPT)
+        model = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(
             model, adamw(model.parameters()), stage=3, map_shared=False, param_persistence_threshold=threshold
         )
@@ -165,7 +165,7 @@ def test_checkpoints_know_no_threshold(before, after, tmp_path):
 
 def test_closing_leaves_the_user_the_parameters():
     def run(rank):
-        model = seeded(OddGPT)
+        model = copy.deepcopy(MODEL)
         given = model.norm.weight
         model, _ = zs.shard(model, stage=3, map_shared=False, param_persistence_threshold=SMALL)
         assert model.norm.weight is given
