@@ -43,7 +43,12 @@ def main() -> None:
     with torch.device(device):
         model = LlamaForCausalLM(config)
     run = zs.parallelize(
-        model, mesh, optimizer=functools.partial(torch.optim.AdamW, lr=1e-2), micro_batches=4, stage=1, max_grad_norm=1.0,
+        model,
+        mesh,
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+        micro_batches=4,
+        stage=1,
+        max_grad_norm=1.0,
         sequence_parallel=mesh["tp"].size() > 1,
     )
     for step in range(args.steps):

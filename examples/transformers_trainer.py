@@ -12,7 +12,10 @@ DEEPSPEED = {
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"},
+    },
     "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
 }
 
@@ -29,7 +32,9 @@ def main():
     trainer = Trainer(model, arguments, train_dataset=data)
     done = trainer.train()
     trainer.save_model(f"{folder}/final")
-    print(f"{done.global_step} steps, loss {done.training_loss:.3f}, saved {sorted(path.name for path in Path(folder, 'final').iterdir())}")
+    print(
+        f"{done.global_step} steps, loss {done.training_loss:.3f}, saved {sorted(path.name for path in Path(folder, 'final').iterdir())}"
+    )
 
 
 if __name__ == "__main__":

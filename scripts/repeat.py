@@ -37,7 +37,9 @@ def failed_in(report: Path) -> list[str]:
     if not report.exists():
         return []
     cases = ElementTree.parse(report).getroot().iter("testcase")
-    return [f"{case.get('classname')}::{case.get('name')}" for case in cases if {"failure", "error"} & {part.tag for part in case}]
+    return [
+        f"{case.get('classname')}::{case.get('name')}" for case in cases if {"failure", "error"} & {part.tag for part in case}
+    ]
 
 
 def repeat(command: list[str], times: int) -> dict[str, list[int]]:

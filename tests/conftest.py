@@ -77,17 +77,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     for item in items if os.environ.get("ZEROSHARD_SLOW") != "1" else ():
         if item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason="takes long: ZEROSHARD_SLOW=1 runs it"))  # each mark says beside it what is tested in its place
+            # each mark says beside it what is tested in its place
+            item.add_marker(pytest.mark.skip(reason="takes long: ZEROSHARD_SLOW=1 runs it"))
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))  # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
+            # without one: fakes, in test_ordered_comm, _device_paths, _pinned, _streams
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_collection_finish():
     """What is imported by now stays: no collection of garbage shall go through it again."""
     import torch._dynamo  # noqa: F401
+
     gc.collect()
     gc.freeze()
 

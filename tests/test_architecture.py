@@ -96,7 +96,13 @@ def imports_of(module: str) -> set[str]:
     return found - {module}
 
 
-SLOW_TO_IMPORT = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "matplotlib")
+SLOW_TO_IMPORT = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "transformers",
+    "matplotlib",
+)
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not name.startswith(("bench", "cli"))])
@@ -165,7 +171,9 @@ def test_files_and_functions_can_be_read_in_one_go(path):
 MAX_MUTABLE_FIELDS = 15  # of an object that everything passes through: what a reader must hold in mind at once
 
 
-@pytest.mark.parametrize(("module", "cls", "names"), [("zero.runtime", "Runtime", ("runtime",)), ("zero.unit", "Unit", ("unit",))])
+@pytest.mark.parametrize(
+    ("module", "cls", "names"), [("zero.runtime", "Runtime", ("runtime",)), ("zero.unit", "Unit", ("unit",))]
+)
 def test_few_fields_change_on_what_everything_passes_through(module, cls, names):
     """Fields that are assigned after `__init__`, in the class or from anywhere else (`runtime.x = ...`)."""
     found: set[str] = set()
@@ -193,7 +201,11 @@ def test_no_file_of_tests_needs_another():
     """Each can be run alone: what several share is in tests/support."""
     for path in TESTS:
         nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, (ast.Import, ast.ImportFrom))]
-        names = [name for node in nodes for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])]
+        names = [
+            name
+            for node in nodes
+            for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+        ]
         for name in names:
             assert not name.startswith("test_"), f"{path} imports {name}: move what both use to tests/support"
 

@@ -21,7 +21,13 @@ def test_sometimes():
 
 
 def repeated(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, str(SCRIPT), "--command", f"{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist", *arguments]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--command",
+        f"{sys.executable} -m pytest -q -p no:cacheprovider -p no:xdist",
+        *arguments,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return run.returncode, run.stdout + run.stderr
 
@@ -30,7 +36,12 @@ def test_a_test_that_fails_now_and_then_is_named_with_its_runs(tmp_path):
     file = tmp_path / "test_flaky.py"
     file.write_text(SOMETIMES)
     code, text = repeated("--repeat", "3", "--load", str(file))
-    assert code == 1 and "1 of 3" in text and "test_flaky::test_sometimes  (runs 2)" in text and "test_always" not in text.split("did not pass:")[1]
+    assert (
+        code == 1
+        and "1 of 3" in text
+        and "test_flaky::test_sometimes  (runs 2)" in text
+        and "test_always" not in text.split("did not pass:")[1]
+    )
 
 
 def test_what_passes_each_time_and_a_run_that_ends_otherwise(tmp_path):

@@ -1,7 +1,7 @@
 """zeroshard: the Zero Redundancy Optimizer, whole, in pure Python on PyTorch.
 
-    import zeroshard as zs
-    model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the loop stays as it is
+import zeroshard as zs
+model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the loop stays as it is
 """
 
 import importlib

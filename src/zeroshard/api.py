@@ -1,6 +1,6 @@
 """The public verbs: shard and close, gathered, accumulate, clipping, and whole tensors by name.
 
-    model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed line of a training script
+model, optimizer = zs.shard(model, optimizer, stage=3)     # the one changed line of a training script
 """
 
 from __future__ import annotations
@@ -132,7 +132,11 @@ def _shard(
     stored, found = open_weights(world, group, weights, model, specs) if weights is not None else ({}, {})
     meta_names = {s.name for s in specs if s.original.is_meta}
     if peers.world_size > group.world_size and weights is None and not peers.imagined:
-        uncut = [(s.name, s.original) for s in specs if s.part is None and not (s.original.is_meta or isinstance(s.original, ShardedTensor))]
+        uncut = [
+            (s.name, s.original)
+            for s in specs
+            if s.part is None and not (s.original.is_meta or isinstance(s.original, ShardedTensor))
+        ]
         check_replicas(peers, group.rank == 0, uncut)
     _agree(model, specs, group, skip_parameters=weights is not None, buffers=config.agree_buffers)
     comms = Topology.flat(group, peers, world, axes.places, axes.stages)
@@ -165,7 +169,9 @@ class _Planned:
         """Raises ConfigError for a plan of a model that is cut otherwise."""
         plan = read_plan(path)
         if mesh is None and comm is None and cuts_model(plan):
-            raise ConfigError(f"config: {path} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it.")
+            raise ConfigError(
+                f"config: {path} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
+            )
         axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
         if other_model_axes(plan, axes):
             raise ConfigError(planned_otherwise(path, plan, {"dp": plan["mesh"]["dp"], **axes}))
@@ -189,7 +195,9 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer | None) 
         )
     if isinstance(optimizer, ShardedOptimizer):
         if optimizer.core.runtime.closed:
-            raise ZeroshardError("this optimizer belonged to a model that was closed with zs.close(): make a new one of its parameters.")
+            raise ZeroshardError(
+                "this optimizer belonged to a model that was closed with zs.close(): make a new one of its parameters."
+            )
         raise ZeroshardError("this optimizer is sharded already: shard() one model with one optimizer, once.")
     for name, module in model.named_modules():
         if "_zeroshard" in module.__dict__:
@@ -508,7 +516,8 @@ def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> 
         if wanted and found:  # copies: torch counts a step in place, and parameters may share the number
             states[id(param)] = {k: v.detach().to("cpu", copy=True) if isinstance(v, Tensor) else v for k, v in found.items()}
     outer = _core(runtime).outer
-    params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()  # hooks of the user's run on all ranks
+    # hooks of the user's run on all ranks
+    params, told = [param for group in outer.param_groups for param in group["params"]], outer.state_dict()
     return {**told, "state": {number: states[id(p)] for number, p in enumerate(params) if id(p) in states}} if wanted else {}
 
 

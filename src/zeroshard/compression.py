@@ -42,7 +42,12 @@ class Compression:
     def __post_init__(self) -> None:
         if isinstance(self.exempt, (list, set)):
             object.__setattr__(self, "exempt", tuple(self.exempt))
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or not 32 <= self.block <= 1 << 14 or self.block & (self.block - 1):
+        if (
+            isinstance(self.block, bool)
+            or not isinstance(self.block, int)
+            or not 32 <= self.block <= 1 << 14
+            or self.block & (self.block - 1)
+        ):
             raise ConfigError(f"compression block: expected a power of two from 32 to 16384, got {self.block!r}.")
         for name, least in (("warmup_steps", 0), ("min_numel", 0), ("rank", 1)):
             value = getattr(self, name)
@@ -69,11 +74,17 @@ class Compression:
             known = {field.name for field in dataclasses.fields(cls)}
             for key in given:
                 if key not in known:
-                    raise ConfigError(f"{option}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}.")
+                    raise ConfigError(
+                        f"{option}: unknown field {key!r}.{did_you_mean(key, known)} Known: {', '.join(sorted(known))}."
+                    )
             given = cls(**given)
-        found = given if isinstance(given, cls) else cls() if given is True else cls(codec=given) if isinstance(given, str) else None
+        found = (
+            given if isinstance(given, cls) else cls() if given is True else cls(codec=given) if isinstance(given, str) else None
+        )
         if found is None or found.codec not in (*codecs, "none"):
             shown = given if found is None else found.codec
             hint = did_you_mean(shown, codecs) if isinstance(shown, str) else ""
-            raise ConfigError(f"{option}: expected True, one of {', '.join(codecs)}, none, or a zs.Compression, got {shown!r}.{hint}")
+            raise ConfigError(
+                f"{option}: expected True, one of {', '.join(codecs)}, none, or a zs.Compression, got {shown!r}.{hint}"
+            )
         return None if found.codec == "none" else found

@@ -272,7 +272,9 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
     except OSError as error:
-        raise ConfigError(f"config: {path} can not be read: {error.strerror}. `zeroshard plan --auto` writes such a file.") from None
+        raise ConfigError(
+            f"config: {path} can not be read: {error.strerror}. `zeroshard plan --auto` writes such a file."
+        ) from None
     except ValueError as error:
         raise ConfigError(f"config: {path} is not JSON: {error}.") from None
     section = found.get(PLAN) if isinstance(found, dict) else None
@@ -506,9 +508,13 @@ class Config:
         object.__setattr__(self, "shard_size", self.shard_size or self.mics_shard_size)
         object.__setattr__(self, "mics_shard_size", self.shard_size)
         if self.zero_hpz_partition_size > 1 and self.row.parameter is not Placement.SHARDED:
-            raise ConfigError(f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}.")
+            raise ConfigError(
+                f"zero_hpz_partition_size needs stage 3: at stage {self.stage} parameters are {self.row.parameter.value}."
+            )
         if self.zero_hpz_partition_size > 1 and self.shard_size is not None:
-            raise ConfigError("zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one.")
+            raise ConfigError(
+                "zero_hpz_partition_size and shard_size: parameters are sharded over all ranks, or over groups. Give one."
+            )
         if self.zero_hpz_partition_size > 1 and self.hierarchical is False:
             raise ConfigError(
                 "hierarchical=False with zero_hpz_partition_size: secondary shards are what a first hop brings. Give one of them."
@@ -531,9 +537,13 @@ class Config:
         """
         if isinstance(config, (str, os.PathLike)):
             planned = read_plan(config)["shard"]
-            return cls.build(None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}})
+            return cls.build(
+                None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}}
+            )
         if config is not None and not isinstance(config, Config):
-            raise ConfigError(f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3, or the path of a plan.")
+            raise ConfigError(
+                f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3, or the path of a plan."
+            )
         if preset is not None and preset not in list(PRESETS):
             raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}.{did_you_mean(preset, PRESETS)}")
         known = {"preset"} | {f.name for f in dataclasses.fields(cls)}

@@ -563,7 +563,9 @@ def test_a_slice_that_is_read_in_vain_keeps_its_place_until_then(tmp_path):
             self.go_on.wait(20)
             return super().preadv(fd, buffers, offset)
 
-    place = DiskPlace(zs.Offload("nvme", path=str(tmp_path), checksum=True), torch.device("cpu"), Streams(), Ledger(), 1 << 20, 0, 0)
+    place = DiskPlace(
+        zs.Offload("nvme", path=str(tmp_path), checksum=True), torch.device("cpu"), Streams(), Ledger(), 1 << 20, 0, 0
+    )
     place.engine.calls = Held()
     first = place.put(torch.full((4096,), 1.0), 4096)
     first.writing.wait()

@@ -214,7 +214,9 @@ def test_blocks_that_compile_wraps_are_units_and_checkpoints(mode, units):
     for (name, value), got in zip(wanted.items(), zs.full_state_dict(model).values(), strict=True):
         same(got, value, name, 1e-5)
     report = zs.activation_report(model)
-    assert report.blocks == tuple(f"blocks.{number}" for number in range(len(model.blocks))) and report.packed == report.unpacked > 0
+    assert (
+        report.blocks == tuple(f"blocks.{number}" for number in range(len(model.blocks))) and report.packed == report.unpacked > 0
+    )
     zs.close(model)
 
 
@@ -229,5 +231,3 @@ def test_compiled_and_checkpointed(mode):
     train(model, optimizer, batches)
     for name, value in wanted.items():
         same(zs.full_state_dict(model)[name], value, name, 1e-5)
-
-

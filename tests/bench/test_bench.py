@@ -108,7 +108,10 @@ def test_deepspeed_is_skipped_where_it_is_not_installed(monkeypatch, tmp_path):
     "arguments, text",
     [
         (["--only", "fsdp3"], "got 'fsdp3'"),
-        (["--sections", "tpu"], "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, parallel, gpu, got tpu"),
+        (
+            ["--sections", "tpu"],
+            "expected --sections among cpu, tiers, host, hostadam, codecs, disk, checkpoints, network, parallel, gpu, got tpu",
+        ),
         (["--path", "/nowhere"], "--path: .*/nowhere does not exist"),
         (["--rounds", "0"], "expected --rounds"),
         (["--dim", "10"], "expected --dim divisible by --heads, got 10 and 8"),

@@ -30,7 +30,9 @@ def test_a_tiny_race_of_checkpoints(tmp_path, monkeypatch, capsys, forked_teams)
     assert [path.name for path in tmp_path.iterdir()] == ["numbers.json"]
 
 
-@pytest.mark.parametrize(("option", "value", "known"), [("--sizes", "small", "34M, 500M"), ("--only", "zs3,zs", "zs3, fsdp2, ds3")])
+@pytest.mark.parametrize(
+    ("option", "value", "known"), [("--sizes", "small", "34M, 500M"), ("--only", "zs3,zs", "zs3, fsdp2, ds3")]
+)
 def test_names_that_nobody_knows(capsys, tmp_path, option, value, known):
     with pytest.raises(SystemExit):
         checkpoints.main(["--path", str(tmp_path), option, value])

@@ -150,7 +150,10 @@ def test_every_section_is_shown_and_written(tmp_path):
     seen = Overlap.of([(0.0, 4.0)], {"up": [(2.0, 6.0)], "down": []}, {"up": 4, "down": 0})
     on_gpu = [tier_outcome("zs3-host-bf16", [[0.5]], cuda_peak=1 << 30, overlap=seen), tier_outcome("local-bf16", [[0.1]])]
     workload = Workload(shape=gpu.SHAPE, sequences=4, ranks=1, device="cuda")
-    largest = {"zs3-host-bf16": gpu.Largest(10, 12, True, "out of memory", 5), "ds3-offload-bf16": gpu.Largest(why="not installed")}
+    largest = {
+        "zs3-host-bf16": gpu.Largest(10, 12, True, "out of memory", 5),
+        "ds3-offload-bf16": gpu.Largest(why="not installed"),
+    }
     pack = {"name": "int8 pack", "ms": 1.0, "bytes_per_value": 5.0, "gb_s": 8.0, "of_copy": 0.6, "over_whole": 1.5}
     results = report.Results(
         Workload(), Rounds(), [], None, workload, on_gpu, None, largest, tiers, Rounds(lead_in=1), hostadam, files, codecs=[pack]

@@ -31,7 +31,9 @@ def test_states_beyond_an_enforced_limit_train_on_disk(tmp_path):
             limit = allowed
     except CageUnavailable:
         limit = 0  # nothing enforces it here: the resident memory is watched instead
-    plan = Plan(2e8, str(tmp_path), ranks=RANKS, limit_nbytes=limit, steps=2, seq=16, layers=40, buffer_nbytes=4 << 20, timeout_s=380.0)
+    plan = Plan(
+        2e8, str(tmp_path), ranks=RANKS, limit_nbytes=limit, steps=2, seq=16, layers=40, buffer_nbytes=4 << 20, timeout_s=380.0
+    )
     result = run(plan)
     assert result.parameters >= 2e8
     assert result.states_nbytes > 2.5 * allowed  # bf16 parameters, fp32 gradients, masters and two moments: 18 bytes

@@ -47,7 +47,11 @@ class Side:
 
     def options(self, disk: str) -> dict:
         parameter, gradient, optimizer = self.places
-        allowed = (parameter if self.stage == 3 else "none", gradient if self.stage >= 2 else "none", optimizer if self.stage else "none")
+        allowed = (
+            parameter if self.stage == 3 else "none",
+            gradient if self.stage >= 2 else "none",
+            optimizer if self.stage else "none",
+        )
         if allowed[1] != "none" and allowed[2] == "none":
             allowed = (allowed[0], "none", "none")  # gradients off the device need an optimizer there
         offloads = tiers(disk, *allowed) if set(allowed) != {"none"} else {}
@@ -74,18 +78,35 @@ DRAWN = settings(  # anew in every run: a failure prints how to draw it again
        asynchronous=st.booleans(), groups=st.integers(1, 2))  # fmt: skip
 @example(Side(4, 3), Side(3, 1), TIED, (0, 1), "adamw", False, 2)
 @example(Side(8, 3, "bf16"), Side(1, 0), TIED, (0, 1), "momentum", True, 1)
-@example(Side(3, 3, "fp16", ("nvme", "nvme", "nvme")), Side(5, 2, "bf16", ("none", "none", "cpu"), "leaf"), ("odd",), (0, 0), "lion", True, 2)
+@example(
+    Side(3, 3, "fp16", ("nvme", "nvme", "nvme")),
+    Side(5, 2, "bf16", ("none", "none", "cpu"), "leaf"),
+    ("odd",),
+    (0, 0),
+    "lion",
+    True,
+    2,
+)
 @example(Side(1, 0), Side(2, 3, "fp32", ("cpu", "cpu", "nvme"), "model"), UNTIED, (0, 1), "foreach", False, 1)
 @example(Side(5, 1, "bf16"), Side(7, 2), ("odd",), (0, 0), "adagrad", False, 2)
 @example(Side(2, 2, "fp32", ("none", "cpu", "nvme")), Side(6, 3), UNTIED, (1, 0), "fused", True, 1)
 @pytest.mark.limit(3000 if SLOW else 120)
 def test_b09_every_round_trip_is_equal_in_bits(left, right, family, pick, optimizer, asynchronous, groups):
     """Masters, buffers, states, step counts, options of groups. Examples that cover every choice, and some drawn at random: a hundred with ZEROSHARD_SLOW=1."""
-    left, right = (dataclasses.replace(s, model=family[min(p, len(family) - 1)]) for s, p in zip((left, right), pick, strict=True))
+    left, right = (
+        dataclasses.replace(s, model=family[min(p, len(family) - 1)]) for s, p in zip((left, right), pick, strict=True)
+    )
     with tempfile.TemporaryDirectory() as root, tempfile.TemporaryDirectory() as swap, emptied(Path(swap)) as disk:
         common = {"optimizer": optimizer, "groups": groups}
         saved = write_checkpoint(
-            Path(root), left.world, left.model, BATCHES[: 1 + SLOW], save_asynchronous=asynchronous, save_trained_only=False, **common, **left.options(disk)
+            Path(root),
+            left.world,
+            left.model,
+            BATCHES[: 1 + SLOW],
+            save_asynchronous=asynchronous,
+            save_trained_only=False,
+            **common,
+            **left.options(disk),
         )
         for got in read_checkpoint(Path(root), right.world, right.model, **common, **right.options(disk)):
             assert_equal(got, saved, f"{left} -> {right}")

@@ -173,7 +173,10 @@ def test_b08_a_file_of_another_length_is_refused_without_reading(name, how, dama
         os.truncate(path, {"truncated": size - 1, "longer": size + 1, "empty": 0}[how])
     error = refused(damaged, zs.CheckpointCorrupt)
     assert error.file == str(path) and error.expected == f"{size:,} bytes"
-    assert error.actual == {"missing": "no file", "truncated": f"{size - 1:,} bytes", "longer": f"{size + 1:,} bytes", "empty": "0 bytes"}[how]
+    assert (
+        error.actual
+        == {"missing": "no file", "truncated": f"{size - 1:,} bytes", "longer": f"{size + 1:,} bytes", "empty": "0 bytes"}[how]
+    )
     assert error.offset == {"missing": 0, "truncated": size - 1, "longer": size, "empty": 0}[how]
     assert str(damaged / "first") in str(error)
 
@@ -309,7 +312,12 @@ def test_b10_another_architecture_is_refused_with_every_difference(world, pair):
     texts = run_threads(world, rank_run)
     assert len(set(texts)) == 1
     text = texts[0]
-    for missing in ("final_norm.weight (7,) Did you mean 'norm.weight'?", "final_norm.bias (7,)", "head.bias (12,)", "fresh (1,) (buffer)"):
+    for missing in (
+        "final_norm.weight (7,) Did you mean 'norm.weight'?",
+        "final_norm.bias (7,)",
+        "head.bias (12,)",
+        "fresh (1,) (buffer)",
+    ):
         assert f"missing (the model has it, the checkpoint not): {missing}" in text, text
     unexpected = re.findall(r"unexpected: (\S+) (\(.*\))", text)
     block = {n for n in seeded(MODELS["tied"]).state_dict() if n.startswith("blocks.1.")}
@@ -371,7 +379,9 @@ def test_c11_only_what_is_trained_is_saved(adapters):
     assert states < nbytes < 3 * states + headers
     from torch.distributed.checkpoint import FileSystemReader
 
-    names = {n.removeprefix("model.") for n in FileSystemReader(path).read_metadata().state_dict_metadata if n.startswith("model.")}
+    names = {
+        n.removeprefix("model.") for n in FileSystemReader(path).read_metadata().state_dict_metadata if n.startswith("model.")
+    }
     assert names == trained.keys()
     for got in read_checkpoint(root, 2, with_other_adapters(model)):
         assert_equal(got, saved)
@@ -390,7 +400,9 @@ def test_c11_a_merge_gathers_one_block_at_a_time(tmp_path):
         mine = seeded(LowRank)
         mine.load_state_dict(model.state_dict())
         mine, _ = zs.shard(mine, None, stage=3, units="leaf")
-        block = sum(4 * unit.groups[0].layout.numel for unit in runtime_of(mine).units if unit.name in ("base.0", "down.0", "up.0"))
+        block = sum(
+            4 * unit.groups[0].layout.numel for unit in runtime_of(mine).units if unit.name in ("base.0", "down.0", "up.0")
+        )
         ledger = runtime_of(mine).ledger
         ledger.peak.clear()
         for base, down, up in zip(mine.base, mine.down, mine.up, strict=True):
@@ -436,11 +448,15 @@ def test_b12_the_same_base_in_other_tiles_is_told_as_that(tiled, tmp_path):
     saved, loaded = model, with_other_adapters(model)
     zs.tile(saved if tiled == "when saved" else loaded, max_bytes=1200)
     write_checkpoint(tmp_path, 2, saved, save_name="x")
-    with pytest.raises(zs.BaseModelMismatch, match=r"base\.0\.weight.*: saved in other tiles: zs.tile this model as that one was"):
+    with pytest.raises(
+        zs.BaseModelMismatch, match=r"base\.0\.weight.*: saved in other tiles: zs.tile this model as that one was"
+    ):
         read_checkpoint(tmp_path, 2, loaded)
 
 
-@pytest.mark.parametrize("saved, loaded", [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    "saved, loaded", [("fp32", "bf16"), ("bf16", "fp32"), ("fp32", "fp16"), ("fp16", "fp32"), ("bf16", "bf16")]
+)
 def test_b12_the_same_base_in_another_precision_is_known(saved, loaded, tmp_path):
     """And another one is not: a difference that survives the rounding."""
     model = seeded(LowRank)

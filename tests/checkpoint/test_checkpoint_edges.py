@@ -84,7 +84,9 @@ def test_a_slow_disk_of_one_rank_is_waited_for(where, asynchronous, tmp_path, mo
     run_threads(3, rank_run)
 
 
-@pytest.mark.parametrize("verify, where", [(True, (bulk_reader.Bulk, "read")), ("before", (resolver, "check_digests"))], ids=["read", "verify"])
+@pytest.mark.parametrize(
+    "verify, where", [(True, (bulk_reader.Bulk, "read")), ("before", (resolver, "check_digests"))], ids=["read", "verify"]
+)
 def test_a_slow_disk_is_waited_for_in_a_load(verify, where, tmp_path, monkeypatch, impatient):
     def rank_run(rank: int) -> None:
         model, optimizer = made(STALL_S)
@@ -213,7 +215,12 @@ def raises(error: BaseException, when=lambda *args: True):
 
 
 FAULTS = {  # where, what replaces it, which error is told
-    "copying": (rank_file.FileWriter, "fill", raises(RuntimeError("out of the device"), on_rank_1), "rank 1 failed: RuntimeError"),
+    "copying": (
+        rank_file.FileWriter,
+        "fill",
+        raises(RuntimeError("out of the device"), on_rank_1),
+        "rank 1 failed: RuntimeError",
+    ),
     "memory": (rank_file.Ring, "grow", raises(MemoryError()), "rank 0 failed: MemoryError$"),
     "listing": (listing, "join", raises(AssertionError("not covered")), "rank 0 failed: AssertionError: not covered"),
     "manifest": (listing, "write", raises(MemoryError("no room")), "rank 0 failed: MemoryError: no room"),

@@ -226,7 +226,9 @@ def test_b07_a_file_where_the_folder_should_be(tmp_path):
         model, optimizer = build("tied")
         for path in (tmp_path / "run", tmp_path / "run" / "deeper"):
             error = raised_by(lambda path=path: zs.save(path, model, optimizer))
-            assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOTDIR and error.path == str(path), repr(error)
+            assert isinstance(error, zs.CheckpointWriteError) and error.errno == errno.ENOTDIR and error.path == str(path), repr(
+                error
+            )
         zs.close(model)
 
     run_threads(2, rank_run)

@@ -138,7 +138,9 @@ def test_must_2_everything_is_synced_before_the_rename(tmp_path, monkeypatch):
         for file in path.iterdir():
             assert any(file.name == name or name.startswith(f".{file.name}.") for name in names), f"{file.name} not in {names}"
             assert nbytes.get(file.name, file.stat().st_size) == file.stat().st_size, f"{file.name} was cut behind its fsync"
-        folder = max(number for number, name in enumerate(synced) if name.name.startswith(f".{save}.") and name.parent == tmp_path)
+        folder = max(
+            number for number, name in enumerate(synced) if name.name.startswith(f".{save}.") and name.parent == tmp_path
+        )
         assert folder == len(synced) - 1 and ("sync", str(tmp_path)) in events[named:]
     zs.close(model)
 
@@ -265,7 +267,9 @@ def test_must_7_to_12_what_the_reader_refuses(change, error, told, verify, one, 
 
 
 def test_must_8_the_facts(odd, tiled):
-    facts = {key: odd[0].manifest[key] for key in ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank")}
+    facts = {
+        key: odd[0].manifest[key] for key in ("step", "world_size", "stage", "precision", "optimizer", "trained_only", "per_rank")
+    }
     assert facts == {
         "step": 3, "world_size": 3, "stage": 3, "precision": "bf16", "optimizer": "AdamW", "trained_only": False, "per_rank": [],
     }  # fmt: skip
@@ -277,7 +281,9 @@ def test_must_9_every_file_and_its_checksums(odd, tmp_path):
     write_checkpoint(tmp_path, 1, torch.nn.Linear(700, 700), save_name="x")  # of more than a block
     for files in (odd[0], Files(tmp_path / "x")):
         step = files.manifest["digest_nbytes"]
-        assert {file["name"] for file in files.manifest["files"]} == {path.name for path in files.path.iterdir()} - {"manifest.json"}
+        assert {file["name"] for file in files.manifest["files"]} == {path.name for path in files.path.iterdir()} - {
+            "manifest.json"
+        }
         for file, content in zip(files.manifest["files"], files.content, strict=True):
             assert file["nbytes"] == len(content)
             assert file["digests"] == [xxhash.xxh3_64_hexdigest(content[at : at + step]) for at in range(0, len(content), step)]

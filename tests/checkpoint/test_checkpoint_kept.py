@@ -48,7 +48,9 @@ def counted(monkeypatch):
             calls[what] += 1
 
     note, begin = bulk_reader.Kept.note, bulk_reader.Kept._slot
-    monkeypatch.setattr(bulk_reader.Kept, "note", lambda self, path, at: (count("kept" if at.kept else "passed"), note(self, path, at))[1])
+    monkeypatch.setattr(
+        bulk_reader.Kept, "note", lambda self, path, at: (count("kept" if at.kept else "passed"), note(self, path, at))[1]
+    )
     monkeypatch.setattr(bulk_reader.Kept, "_slot", lambda self: (count("again"), begin(self))[1])
     return calls
 
@@ -264,7 +266,9 @@ class Odd(torch.optim.Optimizer):
             else:
                 state["now"] = param.grad.clone()
                 nothing = torch.zeros(()).expand(param.numel()).view(param.shape)
-                state["before"] = {"one": state["now"], "expanded": nothing, "parameter": param.detach()}.get(self.how, nothing.clone())
+                state["before"] = {"one": state["now"], "expanded": nothing, "parameter": param.detach()}.get(
+                    self.how, nothing.clone()
+                )
             param.add_(state["now"] + 0.5 * state["before"], alpha=-0.1)
 
 
@@ -469,7 +473,9 @@ def test_a_ring_lends_and_takes_back():
 
 
 @pytest.mark.parametrize("worlds", [(1, 1), (2, 2), (2, 1), (1, 2)])
-@pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}], ids=lambda o: str(o["stage"]))
+@pytest.mark.parametrize(
+    "options", [{"stage": 0}, {"stage": 2, "precision": "bf16"}, {"stage": 3}], ids=lambda o: str(o["stage"])
+)
 def test_where_ranks_are_as_many_each_has_begun_to_read_its_file(options, worlds, tmp_path, monkeypatch):
     """And reads nothing of it twice."""
     expected = write_checkpoint(tmp_path, worlds[0], seeded(Wide), WIDE, save_name="x", **options)
@@ -581,7 +587,9 @@ def test_damage_is_told_as_damage_whoever_would_have_read_it_first(worlds, verif
 def test_blocks_that_lie_apart_are_all_compared(tmp_path, monkeypatch):
     """Not as many from the first on."""
     seen = []
-    monkeypatch.setattr(resolver, "_check_blocks", lambda path, digests, offset, *rest: seen.append((offset >> 20, len(digests))) or 0)
+    monkeypatch.setattr(
+        resolver, "_check_blocks", lambda path, digests, offset, *rest: seen.append((offset >> 20, len(digests))) or 0
+    )
     file = resolver.FileEntry("a", 20 << 20, tuple(f"{n:016x}" for n in range(20)))
     resolver._check(tmp_path, [(file, number) for number in (0, 1, 3, 7, 8, 9, 10, 11, 19)])
     assert seen == [(0, 2), (3, 1), (7, 4), (11, 1), (19, 1)]

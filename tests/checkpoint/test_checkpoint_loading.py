@@ -184,7 +184,9 @@ def test_an_io_error_while_everything_is_verified_before_names_file_and_place(wo
 
     def rank_run(rank):
         model, optimizer = build("tied", seed=5)
-        with pytest.raises(zs.CheckpointError, match=r"\.distcp could not be read at byte 0.*EIO: Input/output error; nothing") as caught:
+        with pytest.raises(
+            zs.CheckpointError, match=r"\.distcp could not be read at byte 0.*EIO: Input/output error; nothing"
+        ) as caught:
             zs.load(tmp_path, model, optimizer, verify="before")
         assert caught.value.errno == errno.EIO and caught.value.offset == 0 and os.path.exists(caught.value.file)
         zs.close(model)

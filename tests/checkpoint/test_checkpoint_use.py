@@ -295,7 +295,10 @@ def test_what_could_not_get_its_state_back_is_refused_before_anything_changes(tm
     schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer)]
     zs.save(tmp_path, model, optimizer, extra={"told": Told(), "schedulers": [each.state_dict() for each in schedulers]})
     before = snapshot(model, optimizer)
-    for name, given, words in (("told", Told(), "Told has a state_dict and no load"), ("schedulers", schedulers, "give the ConstantLR in it a name")):
+    for name, given, words in (
+        ("told", Told(), "Told has a state_dict and no load"),
+        ("schedulers", schedulers, "give the ConstantLR in it a name"),
+    ):
         with pytest.raises(zs.ConfigError, match=words):
             zs.load(tmp_path, model, optimizer, extra={name: given})
         assert_equal(snapshot(model, optimizer), before)
@@ -427,7 +430,9 @@ def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, as
     """States that come, no optimizer, a save that fails after it was told: what is loaded is what was saved."""
     told: list[str] = []
     write = places.write_whole
-    monkeypatch.setattr(places, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1])
+    monkeypatch.setattr(
+        places, "write_whole", lambda path, content, **how: (told.append(path.name), write(path, content, **how))[1]
+    )
     monkeypatch.setattr(writing, "_SMALL_NBYTES", small_nbytes)
 
     def fail(*arguments: object) -> None:
@@ -443,7 +448,9 @@ def test_what_is_in_the_files_is_told_where_it_is_not_as_before(small_nbytes, as
             comm.exchange(b"", "none yet")
             zs.save(tmp_path, model, optimizer, name=name, asynchronous=asynchronous).wait()
             comm.exchange(b"", "all have saved")
-            assert sorted(n for n in told if n.endswith("tensors.json")) == [f"rank-{r:05d}.tensors.json" for r in range(2) if tells]
+            assert sorted(n for n in told if n.endswith("tensors.json")) == [
+                f"rank-{r:05d}.tensors.json" for r in range(2) if tells
+            ]
             expected = snapshot(model, optimizer)
             zs.load(tmp_path, model, optimizer, name=name)
             assert_equal(snapshot(model, optimizer), expected)

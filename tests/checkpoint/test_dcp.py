@@ -30,7 +30,9 @@ def _train(model, optimizer, rank: int, steps: range) -> None:
 
 
 def _states(optimizer) -> dict:
-    return {str(index): states for index, (_, states) in enumerate(sorted(optimizer.state.items(), key=lambda e: e[0]._home.name))}
+    return {
+        str(index): states for index, (_, states) in enumerate(sorted(optimizer.state.items(), key=lambda e: e[0]._home.name))
+    }
 
 
 def _save(rank: int, world_size: int, folder: str, options: dict):
@@ -97,7 +99,10 @@ def test_boxes_read_and_written_by_hand_are_those_of_the_parameter(stage):
         found = []
         for param, states in optimizer.state.items():
             tensor = states["exp_avg"]
-            boxes = [(tuple(c.offsets), tensor.__get_tensor_shard__(MetadataIndex("x", c.offsets))) for c in tensor.__create_chunk_list__()]
+            boxes = [
+                (tuple(c.offsets), tensor.__get_tensor_shard__(MetadataIndex("x", c.offsets)))
+                for c in tensor.__create_chunk_list__()
+            ]
             for _, box in boxes:
                 if box.numel() > 1 and box.dim():
                     box.narrow(0, box.shape[0] - 1, 1).copy_(torch.tensor(7.0))

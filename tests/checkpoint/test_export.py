@@ -156,7 +156,10 @@ def test_what_safetensors_has_no_place_for_goes_to_torch(make, words, tmp_path):
     with pytest.raises(zs.ConfigError, match=words):
         zs.export(tmp_path / "run", tmp_path / "out")
     zs.export(tmp_path / "run", tmp_path / "out.pt", format="torch")
-    assert not differences(torch.load(tmp_path / "out.pt"), make().state_dict()) and sorted(os.listdir(tmp_path)) == ["out.pt", "run"]
+    assert not differences(torch.load(tmp_path / "out.pt"), make().state_dict()) and sorted(os.listdir(tmp_path)) == [
+        "out.pt",
+        "run",
+    ]
     zs.close(model)
 
 
@@ -243,7 +246,9 @@ class Noting(nn.Module):
     def __init__(self, note=None) -> None:
         super().__init__()
         self.inner, self.plain = nn.Linear(2, 3), nn.Linear(3, 3)
-        self.note = note if note is not None else {"calls": 3, "amax": torch.arange(5.0), "scale": torch.ones(2, dtype=torch.uint16)}
+        self.note = (
+            note if note is not None else {"calls": 3, "amax": torch.arange(5.0), "scale": torch.ones(2, dtype=torch.uint16)}
+        )
 
     def get_extra_state(self):
         return self.note
@@ -266,7 +271,9 @@ def test_what_modules_keep_besides_tensors_is_in_files_of_torch_save(tmp_path):
     for mmap in (False, True):
         got = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
         assert got.keys() == state.keys() and got["0._extra_state"]["calls"] == 3
-        assert torch.equal(got["0._extra_state"]["amax"], torch.arange(5.0)) and torch.equal(got["0.inner.weight"], state["0.inner.weight"])
+        assert torch.equal(got["0._extra_state"]["amax"], torch.arange(5.0)) and torch.equal(
+            got["0.inner.weight"], state["0.inner.weight"]
+        )
     torch.save(state, tmp_path / "plain.pt")
     assert torch.load(tmp_path / "plain.pt").keys() == got.keys()
     model = Noting({})
@@ -421,7 +428,8 @@ def export_in_little_memory(rank, world, folder):
 
 @pytest.mark.processes
 # the peak of resident memory can be started anew on Linux alone; elsewhere it would hold that of the imports
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")  # no other way to see resident memory; the export itself is tested above
+# no other way to see resident memory; the export itself is tested above
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_exporting_takes_the_memory_of_some_chunks(tmp_path):
     run_threads(1, save_wide, tmp_path)
     (added,) = run_processes(export_in_little_memory, 1, tmp_path, timeout_s=100)

@@ -161,7 +161,9 @@ class Settings:
 
 def test_nothing_in_a_file_is_run_and_tensors_need_not_be_contiguous(tmp_path):
     path, matrix = tmp_path / "x.pt", torch.arange(12.0).view(3, 4)
-    torch.save({"model": {"weight": matrix.t(), "bias": matrix[1]}, "args": Settings(), "danger": Danger(tmp_path / "danger")}, path)
+    torch.save(
+        {"model": {"weight": matrix.t(), "bias": matrix[1]}, "args": Settings(), "danger": Danger(tmp_path / "danger")}, path
+    )
     found = open_torch_file(path)
     assert isinstance(found["args"], StandIn) and found["args"].rate == 0.5 and isinstance(found["danger"], StandIn)
     assert not (tmp_path / "danger").exists()
@@ -185,9 +187,13 @@ def test_a_tie_of_the_model_must_hold_in_the_file(tmp_path):
         zs.load(tmp_path / "good.pt", model)
         with pytest.raises(zs.CheckpointMismatch, match="head.weight: saved with other values than embedding.weight"):
             zs.load(tmp_path / "bad.pt", model)
-        with pytest.raises(zs.ModelMismatch, match="head.weight has other values than embedding.weight, to which the model ties it"):
+        with pytest.raises(
+            zs.ModelMismatch, match="head.weight has other values than embedding.weight, to which the model ties it"
+        ):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "bad.pt")
-        with pytest.raises(zs.ModelMismatch, match=r"head.weight is \(3, 7\) and embedding.weight, to which the model ties it, \(11, 7\)"):
+        with pytest.raises(
+            zs.ModelMismatch, match=r"head.weight is \(3, 7\) and embedding.weight, to which the model ties it, \(11, 7\)"
+        ):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / "other.pt")
         for good in ("good.pt", "nan.pt"):
             zs.shard(seeded(OddGPT), None, stage=3, weights=tmp_path / good)
@@ -376,7 +382,13 @@ def check_deepspeed(folder, case, expected, disk):
         options = tiers(disk, *places, buffer_nbytes=1 << 16) if places else {}
         return load(rank, folder / case, recorded.Net, recorded.groups_of, recorded.OPTIONS | {"lr": 1.0}, stage=stage, **options)
 
-    for world, stage, places in ((1, 3, ()), (3, 3, ()), (2, 1, ()), (2, 3, ("nvme", "none", "cpu")), (2, 2, ("none", "none", "nvme"))):
+    for world, stage, places in (
+        (1, 3, ()),
+        (3, 3, ()),
+        (2, 1, ()),
+        (2, 3, ("nvme", "none", "cpu")),
+        (2, 2, ("none", "none", "nvme")),
+    ):
         values, found, groups, result = run_threads(world, body, stage, places)[-1]
         for name in ("frozen.weight", "frozen.bias"):  # its own tool leaves them out at stage 1
             assert torch.equal(values[name], whole[name] if exact else whole[name].bfloat16().float())

@@ -162,7 +162,12 @@ def test_a_disk_that_refuses_raises_on_every_rank_and_leaves_nothing(call, rank,
 @pytest.mark.parametrize("bad", ["a folder", "no such folder", "dtype", "state"])
 def test_what_can_not_be_saved_is_said_on_every_rank(bad, tmp_path):
     path = {"a folder": tmp_path, "no such folder": tmp_path / "none" / "x"}.get(bad, tmp_path / "x")
-    words = {"a folder": "EISDIR", "no such folder": "ENOENT", "dtype": "floating-point numbers, or None, got torch.int8", "state": "_extra_state is a dict"}
+    words = {
+        "a folder": "EISDIR",
+        "no such folder": "ENOENT",
+        "dtype": "floating-point numbers, or None, got torch.int8",
+        "state": "_extra_state is a dict",
+    }
 
     def body(rank):
         model = trained(rank, stage=2)

@@ -118,7 +118,11 @@ def test_c12_what_changes_states_waits_for_the_copy(kind, own_device, tmp_path, 
         expected = {}
         for number, change in enumerate(CHANGES):
             weight = model.blocks[0].into.weight
-            views = {"alias": weight.detach(), "state": optimizer.state[weight]["exp_avg"], "states": whole_states(model, optimizer)}
+            views = {
+                "alias": weight.detach(),
+                "state": optimizer.state[weight]["exp_avg"],
+                "states": whole_states(model, optimizer),
+            }
             before = snapshot(model, optimizer)
             save = zs.save(tmp_path, model, optimizer, name=change.__name__, step=number, asynchronous=True)
             model(*BATCHES[3][rank % len(BATCHES[3])]).backward()
@@ -231,7 +235,11 @@ class Harm:
 @pytest.mark.parametrize("left", ["a pickle", "nothing", "an error"])
 def test_what_a_failed_rank_has_left_is_only_read(left, tmp_path, monkeypatch):
     """Rank 0 takes the reason from a file, in a folder to which others may be able to write: it runs nothing."""
-    contents = {"a pickle": pickle.dumps(Harm(tmp_path / "made")), "nothing": b"", "an error": encode(zs.ConfigError("my reason"))}
+    contents = {
+        "a pickle": pickle.dumps(Harm(tmp_path / "made")),
+        "nothing": b"",
+        "an error": encode(zs.ConfigError("my reason")),
+    }
     plain = Writing._background
 
     def background(self, save: Save) -> None:

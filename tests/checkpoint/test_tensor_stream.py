@@ -47,7 +47,9 @@ def _equal(rank, budget, masters, dtype, options):
 
 
 @pytest.mark.parametrize("options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}])
-@pytest.mark.parametrize("precision, masters, dtype", [("fp32", False, None), ("bf16", True, None), ("bf16", True, torch.float16)])
+@pytest.mark.parametrize(
+    "precision, masters, dtype", [("fp32", False, None), ("bf16", True, None), ("bf16", True, torch.float16)]
+)
 def test_all_of_it_under_any_budget(options, precision, masters, dtype):
     for budget in (1, 5000, 1 << 20):
         run_threads(3, _equal, budget, masters, dtype, {**options, "precision": precision})

@@ -25,7 +25,8 @@ def made(base=BASE):
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.1},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
-    return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)  # keys have no use of a bias: its gradients are noise
+    # keys have no use of a bias: its gradients are noise
+    return model, torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-4)
 
 
 def steps(model, optimizer, rank, world, numbers):
@@ -96,7 +97,11 @@ def resume(rank, world, path, options, after):
     return zs.full_state_dict(model)
 
 
-PLACES = {**{f"stage {stage}": {"stage": stage} for stage in range(4)}, "host": ("none", "none", "cpu"), "disk": ("nvme", "nvme", "nvme")}
+PLACES = {
+    **{f"stage {stage}": {"stage": stage} for stage in range(4)},
+    "host": ("none", "none", "cpu"),
+    "disk": ("nvme", "nvme", "nvme"),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -57,7 +57,9 @@ def _interrupt(monkeypatch, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [pytest.param((), marks=pytest.mark.slow), ("--precision", "bf16", "--save-in-background")], ids=["fp32", "bf16-background"]
+    "options",
+    [pytest.param((), marks=pytest.mark.slow), ("--precision", "bf16", "--save-in-background")],
+    ids=["fp32", "bf16-background"],
 )  # in fp32: killed runs, below
 def test_an_interrupted_run_goes_on_bit_for_bit(text, tmp_path, monkeypatch, capsys, options):
     whole, parted = tmp_path / "whole", tmp_path / "parted"
@@ -182,7 +184,9 @@ def test_a_resume_that_is_killed_keeps_the_metrics(text, tmp_path, monkeypatch):
     out = tmp_path / "run"
     assert _train(text, out) == 0
     rows = (out / "metrics.jsonl").read_bytes()
-    monkeypatch.setattr(os, "replace", lambda source, target: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        os, "replace", lambda source, target: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+    )
     assert _train(text, out, "--resume", "--steps", "12") == 2
     assert (out / "metrics.jsonl").read_bytes() == rows and not list(out.glob(".metrics*"))
 

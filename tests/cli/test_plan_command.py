@@ -69,7 +69,12 @@ def test_json_is_the_plan_and_the_verdict(capsys):
 
 def test_files_of_a_plan(capsys, tmp_path):
     _, printed = run(capsys, "plan", *SMALL, "--out", str(tmp_path / "plan"))
-    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == ["memory.png", "plan.html", "report.json", "timeline.png"]
+    assert sorted(path.name for path in (tmp_path / "plan").iterdir()) == [
+        "memory.png",
+        "plan.html",
+        "report.json",
+        "timeline.png",
+    ]
     assert str(tmp_path / "plan" / "plan.html") in printed
     page = (tmp_path / "plan" / "plan.html").read_text()
     assert page.count("data:image/png;base64,") == 2 and "s a step" in page
@@ -78,7 +83,9 @@ def test_files_of_a_plan(capsys, tmp_path):
 def test_a_pipeline_is_planned_at_its_first_and_last_stage(capsys, monkeypatch):
     looked = []
     plan = zs.plan
-    monkeypatch.setattr("zeroshard.planner.dry_run.plan", lambda *args, **options: looked.append(options["rank"]) or plan(*args, **options))
+    monkeypatch.setattr(
+        "zeroshard.planner.dry_run.plan", lambda *args, **options: looked.append(options["rank"]) or plan(*args, **options)
+    )
     _, printed = run(capsys, "plan", "quickstart", "--seq", "64", "--mesh", "pp=3,dp=2", "--stage", "1", "--brief")
     assert looked == [0, 4] and "6 h100-80gb (pp=3, dp=2), stage 1, bf16, 6 x 1 x 64" in printed
 
@@ -112,7 +119,9 @@ def test_a_simulation_says_seconds_and_what_bounds_them(capsys, tmp_path):
 def test_a_simulation_of_a_pipeline_joins_all_stages(capsys, monkeypatch):
     seen = []
     made = Simulation.__init__
-    monkeypatch.setattr(Simulation, "__init__", lambda self, *args, **fields: seen.append(fields["traces"]) or made(self, *args, **fields))
+    monkeypatch.setattr(
+        Simulation, "__init__", lambda self, *args, **fields: seen.append(fields["traces"]) or made(self, *args, **fields)
+    )
     run(capsys, "simulate", "quickstart", "--seq", "64", "--mesh", "pp=3,dp=2", "--stage", "1")
     assert [trace.rank for trace in seen[0]] == [0, 2, 4]
 
@@ -122,9 +131,11 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--out", str(tmp_path))
     assert "speed-up" in printed and "micro-batch 2, 50% of bandwidth" in printed and (tmp_path / "scaling.png").exists()
     page = (tmp_path / "sweep.html").read_text()
-    assert "data:image/png;base64," in page and "micro-batch 2, 50% of bandwidth" in page and "src=\"http" not in page
+    assert "data:image/png;base64," in page and "micro-batch 2, 50% of bandwidth" in page and 'src="http' not in page
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--json")
-    assert [(row["ranks"], row["batch"]) for row in json.loads(printed)["rows"]] == [(r, b) for b in (1, 2) for _ in (0.5, 1) for r in (2, 16)]
+    assert [(row["ranks"], row["batch"]) for row in json.loads(printed)["rows"]] == [
+        (r, b) for b in (1, 2) for _ in (0.5, 1) for r in (2, 16)
+    ]
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
@@ -168,10 +179,16 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
         (["simulate", "quickstart", "--sweep", "ranks=2;ranks=4"], ["--sweep", "ranks twice"]),
         (["simulate", "quickstart", "--latency", "nan"], ["--latency", "positive numbers", "'nan'"]),
         (["plan", "quickstart", "--auto", "--offload-param", "cpu"], ["--auto", "no --offload option"]),
-        (["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"], ["batch of 6 sequences", "the nearest: 4 or 8"]),
+        (
+            ["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"],
+            ["batch of 6 sequences", "the nearest: 4 or 8"],
+        ),
         (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
         (["simulate", "quickstart", "--sweep", "ranks=2,x"], ["--sweep", "positive numbers", "'2,x'"]),
-        (["simulate", "quickstart", "--mesh", "tp=2", "--sweep", "ranks=3"], ["--sweep", "multiples of pp x tp = 2", "the nearest: 2"]),
+        (
+            ["simulate", "quickstart", "--mesh", "tp=2", "--sweep", "ranks=3"],
+            ["--sweep", "multiples of pp x tp = 2", "the nearest: 2"],
+        ),
         (["simulate", "quickstart", "--utilisation", "2"], ["utilisation", "up to 1"]),
     ],
 )

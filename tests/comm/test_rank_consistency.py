@@ -199,6 +199,7 @@ def test_each_rank_may_have_a_swap_folder_of_its_own(tmp_path, own):
 
 def test_an_expanded_buffer_takes_rank_0s_value():
     """Its rows share memory: it is written once."""
+
     def run(rank):
         model = nn.Linear(3, 3)
         model.register_buffer("mask", torch.full((1, 3), float(rank)).expand(4, 3))

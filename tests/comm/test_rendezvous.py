@@ -133,7 +133,8 @@ def test_another_user_before_the_late_peer_is_shown_out(tmp_path):
 @pytest.mark.parametrize("data", ["payload", "nothing", "half", "noise", "much"])
 def test_this_user_without_the_secret_is_shown_out(data, tmp_path, monkeypatch):
     """What is wrong, too short, or never comes: the peer is served all the while."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 3600.0)  # so the peer is not served when their time is up, but while they are in
+    # so the peer is not served when their time is up, but while they are in
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 3600.0)
     mine, socks = [Door(), Door()], []
     sent = {
         "payload": payload(1, tmp_path / "made"), "nothing": b"", "half": struct.pack("<I", 1) + b"n" * 10,

@@ -1,8 +1,8 @@
 """How far the way of a parameter shard from disk to device is ahead of its use (ZeRO-Infinity, arXiv 2104.07857, 6.2).
 
-    disk   -> host      | r4 | r5 | r6 | r7 |            reads: as many units ahead as there are buffers
-    host   -> device              ^1 | ^2 | ^3 | ^4      copies: as soon as a read is over, at the latest in time for use
-    use                           U1 | U2 | U3 | U4
+disk   -> host      | r4 | r5 | r6 | r7 |            reads: as many units ahead as there are buffers
+host   -> device              ^1 | ^2 | ^3 | ^4      copies: as soon as a read is over, at the latest in time for use
+use                           U1 | U2 | U3 | U4
 """
 
 import pytest

@@ -63,9 +63,7 @@ def test_all_world_sizes_read_the_same_global_batch(world_size, accumulate):
     batches = Batches(_text(3000), seq=16, batch=12, seed=3)
     for step in (0, 7, 40):
         parts = [
-            batches.part(step, rank, world_size, micro, accumulate)
-            for rank in range(world_size)
-            for micro in range(accumulate)
+            batches.part(step, rank, world_size, micro, accumulate) for rank in range(world_size) for micro in range(accumulate)
         ]
         inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         expected_inputs, expected_targets = batches.rows(step, 0, 12)

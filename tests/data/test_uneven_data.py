@@ -410,6 +410,7 @@ def test_stop_together_without_backward_asks_each_time() -> None:
 
 def test_stop_together_under_a_sampler_that_counts() -> None:
     """`follow` around it counts what the loop was given, not what was taken ahead."""
+
     def body(rank: int) -> int:
         model, _ = zs.shard(copy.deepcopy(BASE), None, stage=3)
         sampler = zs.ShardedSampler(12, shuffle=False, rank=rank, world_size=2)
@@ -424,7 +425,9 @@ def test_stop_together_under_a_sampler_that_counts() -> None:
 # -- what is said without zs.join -----------------------------------------------------------------------------------
 
 
-LEFT = r"Rank 0 left the training loop after step 2 \(its data ended\?\) while {} in step 3\..*zs\.join\(model\).*zs\.stop_together"
+LEFT = (
+    r"Rank 0 left the training loop after step 2 \(its data ended\?\) while {} in step 3\..*zs\.join\(model\).*zs\.stop_together"
+)
 
 
 def _without_join(rank: int, stage: int, after: Callable[[nn.Module], object], **options: Any) -> None:
@@ -500,6 +503,7 @@ def test_processes_are_told_as_well() -> None:
 @pytest.mark.parametrize("stage", STAGES)
 def test_join_sends_nothing_before_a_rank_has_ended(stage: int) -> None:
     """As many messages a step inside as outside, where ranks read each other's memory."""
+
     def body(rank: int) -> list[int]:
         model = copy.deepcopy(BASE)
         model, optimizer = zs.shard(model, adamw(model.parameters()), stage=stage)

@@ -15,7 +15,11 @@ from equivalence_kit import PRECISIONS, all_cells, assert_every_cell_equals_one_
 @pytest.mark.limit(150)  # 16 s on a machine with as many processes as cores
 @pytest.mark.parametrize(  # one rank in bf16 and fp16: two are below, and tests/optim has their masters and scales on one
     ("precision", "world_size"),
-    [pytest.param(name, ranks, marks=pytest.mark.slow if ranks == 1 and name != "fp32" else ()) for name in PRECISIONS for ranks in (1, 2)],
+    [
+        pytest.param(name, ranks, marks=pytest.mark.slow if ranks == 1 and name != "fp32" else ())
+        for name in PRECISIONS
+        for ranks in (1, 2)
+    ],
 )
 def test_every_combination_equals_one_process(precision: str, world_size: int) -> None:
     assert_every_cell_equals_one_process(precision, world_size)

@@ -22,16 +22,33 @@ RUNS = {  # program: (what has to be installed, how it is started, what its last
     "three_axes.py": (("transformers",), ("-m", "torch.distributed.run", "--nproc-per-node", "1"), "sent by this rank"),
     "lightning_strategy.py": (("lightning",), None, ""),  # in tests/integrations/test_lightning.py: it starts two ranks
 }
-INTO_A_FOLDER = {"offload_to_disk.py", "export_to_hugging_face.py", "lora.py", "transformers_trainer.py", "trl_sft.py", "trl_dpo.py"}
+INTO_A_FOLDER = {
+    "offload_to_disk.py",
+    "export_to_hugging_face.py",
+    "lora.py",
+    "transformers_trainer.py",
+    "trl_sft.py",
+    "trl_dpo.py",
+}
 
 
 # what they do is done in tests/integrations, tests/offload, tests/checkpoint and tests/parallel as well
-SLOW = {"transformers_trainer.py", "accelerate_loop.py", "lora.py", "offload_to_disk.py", "three_axes.py", "export_to_hugging_face.py"}
+SLOW = {
+    "transformers_trainer.py",
+    "accelerate_loop.py",
+    "lora.py",
+    "offload_to_disk.py",
+    "three_axes.py",
+    "export_to_hugging_face.py",
+}
 
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in sorted(path.name for path in (ROOT / "examples").glob("*.py"))],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+    ],
 )
 @pytest.mark.limit(120)
 def test_example(program, tmp_path):
@@ -42,7 +59,9 @@ def test_example(program, tmp_path):
     if start is None:
         return
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    folder = [str(tmp_path)] if program in INTO_A_FOLDER else ["--mesh", "1,1,1", "--steps", "5"] if program == "three_axes.py" else []
+    folder = (
+        [str(tmp_path)] if program in INTO_A_FOLDER else ["--mesh", "1,1,1", "--steps", "5"] if program == "three_axes.py" else []
+    )
     command = [sys.executable, *start, str(ROOT / "examples" / program), *folder]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -139,7 +139,8 @@ def test_evaluation_gathers_each_unit_once_and_reduces_nothing(stage):
         assert runtime.ledger.now[GATHERED] == 0
 
 
-@pytest.mark.parametrize("blocks", [nn.ModuleList, Checkpointed, pytest.param(Reentrant, marks=pytest.mark.slow)])  # its gathers: above
+# its gathers: above
+@pytest.mark.parametrize("blocks", [nn.ModuleList, Checkpointed, pytest.param(Reentrant, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget_units", [0, 1, 2])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gathered_memory_is_the_units_in_use_and_the_prefetch_budget(blocks, budget_units, overlap):

@@ -360,5 +360,3 @@ def test_weight_norm_parametrization(mode):
             return self.last(x)
 
     check(Case(seeded(Root), normal_batches(3, 2, 4, 7), square), **mode)
-
-

@@ -121,7 +121,9 @@ def forks(rank: int, world: int):
     """Rank 1 forks a child that acts as a rank and fails, then one that outlives it."""
     dist.init_process_group("gloo")
     model = seeded(Stack)
-    model, optimizer = zs.shard(model, adamw(model.parameters()), comm="shared", stage=3, map_shared=False, stall_timeout_s=3600.0)
+    model, optimizer = zs.shard(
+        model, adamw(model.parameters()), comm="shared", stage=3, map_shared=False, stall_timeout_s=3600.0
+    )
     pids: list = [None] * world
     dist.all_gather_object(pids, os.getpid())
     for step in range(10**6):

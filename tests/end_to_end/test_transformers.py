@@ -138,7 +138,9 @@ def test_token_embeddings_are_resized_before_sharding(mode):
         for same_size in ((), (31,), (None, 31)):
             model.resize_token_embeddings(*same_size)
         for size in ((40,), (31, 8), (None, 8)):
-            with pytest.raises(zs.ModelChanged, match=r"resize_token_embeddings.*31 rows.*before zs.shard\(\).*zs.close\(model\)"):
+            with pytest.raises(
+                zs.ModelChanged, match=r"resize_token_embeddings.*31 rows.*before zs.shard\(\).*zs.close\(model\)"
+            ):
                 model.resize_token_embeddings(*size)
         model(**batch).loss.backward()
         optimizer.step()

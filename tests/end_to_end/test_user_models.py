@@ -193,8 +193,11 @@ def recomputed(name: str, lora: bool) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "lora", "precision"),
     [
-        ("vit", False, "bf16"), ("experts", False, "fp32"), ("t5", False, "fp32"),
-        ("mixtral", False, "fp32"), ("mixtral", True, "bf16"),
+        ("vit", False, "bf16"),
+        ("experts", False, "fp32"),
+        ("t5", False, "fp32"),
+        ("mixtral", False, "fp32"),
+        ("mixtral", True, "bf16"),
     ],
 )
 def test_checkpointed_models_of_users(name: str, lora: bool, precision: str) -> None:

@@ -18,7 +18,8 @@ def kernels(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr(block_quantization, "_has_triton", lambda device: False)
     elif importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("triton is not installed, or the GPU is before compute capability 8.0")  # torch's kernels serve there: the other case
+        # torch's kernels serve there: the other case
+        pytest.skip("triton is not installed, or the GPU is before compute capability 8.0")
 
 
 def codecs():

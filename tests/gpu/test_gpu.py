@@ -177,6 +177,7 @@ def test_activation_checkpoints_equal_plain_pytorch(group, offload: str, tmp_pat
 @pytest.mark.parametrize("tiers", [{}, {"offload_optimizer": "cpu"}], ids=["device", "host"])
 def test_a_checkpoint_continues_as_if_nothing_had_been(group, options: dict, tiers: dict, tmp_path) -> None:
     """Counters of steps go to where the optimizer wants them, whichever device they come from."""
+
     def build():
         model = _model()
         return zs.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3, **({} if tiers else options)), stage=3, **tiers)

@@ -47,7 +47,8 @@ def test_what_does_not_fit_is_refused(given):
 def test_typed_sections_raise_what_programs_catch(monkeypatch):
     with pytest.raises(pydantic.ValidationError, match="fp16.loss_scale: expected a finite number of at least 0.*got -1"):
         sections.DeepSpeedFP16Config(loss_scale=-1)
-    monkeypatch.setattr(sections, "ValidationError", type("ValidationError", (ValueError,), {}))  # as where pydantic is not installed
+    # as where pydantic is not installed
+    monkeypatch.setattr(sections, "ValidationError", type("ValidationError", (ValueError,), {}))
     with pytest.raises(sections.ValidationError, match="^fp16.min_loss_scale: expected a number above 0"):
         sections.DeepSpeedFP16Config(enabled=True, min_loss_scale=0)
 

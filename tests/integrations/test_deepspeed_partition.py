@@ -355,7 +355,10 @@ def test_small_parameters_persist(is_born):
         engine = deepspeed.initialize(model=model, config=config)[0]
         for name, param in model.named_parameters():
             small = param.numel() <= 15
-            assert (param.ds_persist, param.ds_status) == (small, ZeroParamStatus.AVAILABLE if small else ZeroParamStatus.NOT_AVAILABLE)
+            assert (param.ds_persist, param.ds_status) == (
+                small,
+                ZeroParamStatus.AVAILABLE if small else ZeroParamStatus.NOT_AVAILABLE,
+            )
             assert param.ds_numel == param.numel() and param.ds_summary()["persist"] == small
             assert param.ds_tensor.numel() <= param.numel()
             if small:

@@ -95,12 +95,16 @@ def test_two_batch_sizes_give_the_third(train, micro, steps, expected):
         ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}, "32 != 4 x 3 x 4"),
         ({"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4}, "30 != 4 x 1 x 4"),
         ({"train_batch_size": 2}, "2 != 0 x 1 x 4"),
-        ({"gradient_accumulation_steps": 2},
-            "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks"),
+        (
+            {"gradient_accumulation_steps": 2},
+            "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks",
+        ),
         ({}, "train_batch_size or train_micro_batch_size_per_gpu is needed"),
         ({"train_batch_size": -8}, "train_batch_size: expected a number above 0, got -8"),
-        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0},
-            "train_micro_batch_size_per_gpu: expected a number above 0"),
+        (
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 0},
+            "train_micro_batch_size_per_gpu: expected a number above 0",
+        ),
     ],
 )
 def test_batch_sizes_that_do_not_fit_show_the_equation(given, words):
@@ -149,24 +153,40 @@ def test_an_unknown_key_of_a_typed_section_is_given_its_neighbour():
 
 
 def test_defaults_and_auto():
-    config = DeepSpeedZeroConfig(stage="3", reduce_bucket_size="auto", offload_param={"device": "nvme", "nvme_path": "/a",
-        "pin_memory": "auto"})
+    config = DeepSpeedZeroConfig(
+        stage="3", reduce_bucket_size="auto", offload_param={"device": "nvme", "nvme_path": "/a", "pin_memory": "auto"}
+    )
     assert config.stage == 3 and config.overlap_comm and config.reduce_bucket_size == 500_000_000
-    assert isinstance(config.offload_param,
-        DeepSpeedZeroOffloadParamConfig) and config.offload_param.device is OffloadDeviceEnum.nvme
+    assert (
+        isinstance(config.offload_param, DeepSpeedZeroOffloadParamConfig)
+        and config.offload_param.device is OffloadDeviceEnum.nvme
+    )
     assert config.offload_param.pin_memory and str(config.offload_param.nvme_path) == "/a" and config.offload_optimizer is None
     assert not DeepSpeedZeroConfig().overlap_comm
 
 
 def test_deprecated_keys_are_forwarded():
-    config = read(zero_optimization={"stage": 3, "cpu_offload": True, "cpu_offload_param": True,
-        "stage3_gather_fp16_weights_on_model_save": True})
+    config = read(
+        zero_optimization={
+            "stage": 3,
+            "cpu_offload": True,
+            "cpu_offload_param": True,
+            "stage3_gather_fp16_weights_on_model_save": True,
+        }
+    )
     zero = config.zero_config
     assert isinstance(zero.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig) and zero.offload_optimizer.device == "cpu"
     assert zero.offload_param.device == "cpu" and zero.gather_16bit_weights_on_model_save
     assert len(config.notes) == 3 and all("deprecated" in note for note in config.notes)
-    off = read(zero_optimization={"stage": 3, "cpu_offload": False, "cpu_offload_param": False, "cpu_offload_use_pin_memory": False,
-        "stage3_gather_fp16_weights_on_model_save": False})
+    off = read(
+        zero_optimization={
+            "stage": 3,
+            "cpu_offload": False,
+            "cpu_offload_param": False,
+            "cpu_offload_use_pin_memory": False,
+            "stage3_gather_fp16_weights_on_model_save": False,
+        }
+    )
     assert off.notes == [] and off.zero_config.offload_optimizer is None and off.zero_config.offload_param is None
     assert not off.zero_config.gather_16bit_weights_on_model_save
     with pytest.raises(AssertionError, match="cpu_offload is the old name of offload_optimizer"):
@@ -224,8 +244,10 @@ def test_a_usual_template_says_nothing():
 
 def test_offload_below_its_stage_is_said():
     config = read(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}})
-    assert [note.split(" has")[0] for note in config.notes] == ["zero_optimization.offload_optimizer",
-        "zero_optimization.offload_param"]
+    assert [note.split(" has")[0] for note in config.notes] == [
+        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
+    ]
     assert not {"offload_optimizer", "offload_param"} & shard_options(config).keys()
 
 
@@ -234,8 +256,11 @@ def test_offload_below_its_stage_is_said():
     [
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, AssertionError, "fp16.enabled and bf16.enabled"),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, AssertionError, "stage 1, 2 or 3, got 0"),
-        ({"zero_optimization": {"stage": 1}, "bf16": {"bf16_optimizer_states": True}}, AssertionError,
-            "needs bf16.bf16_master_weights_and_grads"),
+        (
+            {"zero_optimization": {"stage": 1}, "bf16": {"bf16_optimizer_states": True}},
+            AssertionError,
+            "needs bf16.bf16_master_weights_and_grads",
+        ),
         ({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, ValueError, 'gradient_allreduce_op "sum"'),
         ({"gradient_allreduce_op": "max"}, ValueError, "gradient_allreduce_op"),
         ({"communication_data_type": "int8"}, ValueError, "communication_data_type: expected fp32, fp16 or bf16"),
@@ -333,12 +358,22 @@ def test_a_disk_without_a_folder_is_refused():
     "given",
     [
         {"zero_optimization": {"stage": 1}, "fp16": {"enabled": True}},
-        {"zero_optimization": {"stage": 2, "cpu_offload": True}, "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "bf16"}},
-        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-        "stage3_max_live_parameters": 1e9}},
-        {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
-        "bf16_optimizer_states": True}},
+        {
+            "zero_optimization": {"stage": 2, "cpu_offload": True},
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "bf16"},
+        },
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+                "stage3_max_live_parameters": 1e9,
+            }
+        },
+        {
+            "zero_optimization": {"stage": 3},
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        },
     ],
     ids=["fp16", "offload", "ratio", "no masters"],
 )
@@ -378,8 +413,7 @@ def built(kind, **params):
         ("Adam", {}, FusedAdam, {"lr": 1e-3, "decoupled_weight_decay": True}),
         ("Adam", {"adam_w_mode": False}, FusedAdam, {"decoupled_weight_decay": False}),
         ("Adam", {"amsgrad": True}, torch.optim.AdamW, {"lr": 1e-3, "amsgrad": True}),
-        ("adamw", {"adam_w_mode": False, "betas": [0.8, 0.9], "lr": "auto"}, FusedAdam, {"betas": (0.8, 0.9),
-            "lr": 1e-3}),
+        ("adamw", {"adam_w_mode": False, "betas": [0.8, 0.9], "lr": "auto"}, FusedAdam, {"betas": (0.8, 0.9), "lr": 1e-3}),
         ("AdamW", {"torch_adam": True, "bias_correction": True, "fp32_optimizer_states": True}, torch.optim.AdamW, {}),
         ("Lion", {"lr": 1e-5}, zs.Lion, {"lr": 1e-5, "betas": (0.9, 0.999)}),
         ("Adagrad", {"eps": 1e-4}, torch.optim.Adagrad, {"eps": 1e-4}),
@@ -452,8 +486,11 @@ class Rotary(nn.Module):
 def test_buffers_take_the_dtype_that_is_asked_for(types, table, bias):
     model = nn.ModuleDict({"rope": Rotary()})
     cast_buffers(read(data_types=types, bf16={"enabled": True}), model)
-    assert (model["rope"].table.dtype, model["rope"].bias_of_router.dtype, model["rope"].count.dtype) == (table, bias,
-        torch.int64)
+    assert (model["rope"].table.dtype, model["rope"].bias_of_router.dtype, model["rope"].count.dtype) == (
+        table,
+        bias,
+        torch.int64,
+    )
 
 
 def test_zero_plus_plus_and_mics_are_options_of_stage_3():

@@ -164,13 +164,28 @@ def sample(key):
     """A value of the key that is not its default."""
     if key.name in SAMPLES:
         return SAMPLES[key.name]
-    by_kind = {"text": "x", "texts": ["a.B"], "path": "/b", "fraction": 0.5, "count": 7, "positive": 7, "whole": 7,
-        "bool": key.default is not True}
+    by_kind = {
+        "text": "x",
+        "texts": ["a.B"],
+        "path": "/b",
+        "fraction": 0.5,
+        "count": 7,
+        "positive": 7,
+        "whole": 7,
+        "bool": key.default is not True,
+    }
     if key.kind in by_kind:
         return by_kind[key.kind]
     default = key.default
-    return not default if isinstance(default, bool) else f"{default}x" if isinstance(default,
-        str) else 3 if default is None else default + 1
+    return (
+        not default
+        if isinstance(default, bool)
+        else f"{default}x"
+        if isinstance(default, str)
+        else 3
+        if default is None
+        else default + 1
+    )
 
 
 def config_with(name, value=ABSENT):
@@ -293,7 +308,8 @@ def test_keys_are_known_by_their_other_names(alias):
 
 
 def real_models():
-    zero = pytest.importorskip("deepspeed.runtime.zero.config")  # the real one is no requirement; the table's own facts are tested above
+    # the real one is no requirement; the table's own facts are tested above
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
     from deepspeed.monitor import config as monitor
     from deepspeed.runtime import precision_config as precision
     from deepspeed.runtime.zero import offload_config as offload
@@ -312,8 +328,11 @@ def test_typed_sections_have_the_fields_and_defaults_of_deepspeed_itself():
     """Where the real one is installed."""
     for real, ours in real_models():
         theirs, mine = real().model_dump(), ours().model_dump()
-        removed = {"mics_shard_size", "mics_hierarchical_params_gather",
-            "zeropp_loco_param"} if ours is sections.DeepSpeedZeroConfig else set()
+        removed = (
+            {"mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"}
+            if ours is sections.DeepSpeedZeroConfig
+            else set()
+        )
         assert mine.keys() - removed == theirs.keys()
         forwarded = {"stage3_gather_fp16_weights_on_model_save"}
         assert {n: v for n, v in theirs.items() if n not in forwarded} == {n: mine[n] for n in theirs if n not in forwarded}

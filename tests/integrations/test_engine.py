@@ -385,7 +385,9 @@ def test_what_scripts_read_of_the_optimizer():
         params = list(engine.module.parameters())
         slices = [deepspeed.utils.safe_get_local_grad(p) for p in params]
         assert optimizer.micro_step_id == 1
-        assert all(torch.equal(mine.float(), theirs) for mine, theirs in zip(optimizer.averaged_gradients[0], slices, strict=True))
+        assert all(
+            torch.equal(mine.float(), theirs) for mine, theirs in zip(optimizer.averaged_gradients[0], slices, strict=True)
+        )
         assert list(optimizer.get_fp32_grad_partitions()[0]) == list(range(len(params)))
         assert optimizer.fp32_groups_gradients_flat[0].numel() == sum(p.numel() for p in params)
         masters = torch.cat([deepspeed.utils.safe_get_local_fp32_param(p) for p in params])

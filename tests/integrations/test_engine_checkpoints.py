@@ -218,7 +218,9 @@ def test_without_frozen_parameters(stage, other, tmp_path):
         assert all(torch.equal(state[name], value) for name, value in expected.items())
     frozen = {"frozen.weight", "frozen.bias"}
     for folder, there in ((tmp_path / "whole", set(TIED)), (tmp_path / "trained", set(TIED) - frozen)):
-        described = torch.load(folder / "global_step1" / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))["module"]
+        described = torch.load(folder / "global_step1" / ("zero_pp_rank_0_" * (stage == 3) + "mp_rank_00_model_states.pt"))[
+            "module"
+        ]
         assert described.keys() == there
         for name, value in described.items():
             assert value.shape == expected[name].shape and (value.is_meta if stage == 3 else torch.equal(value, expected[name]))
@@ -282,6 +284,7 @@ def test_load_between_micro_steps(tmp_path):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_by_a_function(stage, tmp_path):
     """Of another model, whose names it knows; and over what was loaded."""
+
     def saved(rank):
         engine, *_ = deepspeed.initialize(model=net(), config=config(2, 2, 1))
         engine.save_checkpoint(tmp_path)
@@ -311,6 +314,7 @@ def test_weights_by_a_function(stage, tmp_path):
 
 def test_client_states(tmp_path, monkeypatch):
     """Of ranks that differ: each its own, rank 0's where there are others. Of classes of one's own: by one's word alone."""
+
     def saved(rank):
         engine, *_ = deepspeed.initialize(model=net(), config=config(1, 2, 1))
         engine.save_checkpoint(tmp_path, tag="differ", client_state={"rank": rank})
@@ -430,7 +434,15 @@ def test_without_an_optimizer(tmp_path):
 def test_ds_to_universal_as_a_command(tmp_path):
     made = deepspeed.initialize(model=net(), config=config(2, 1, 1))[0]
     made.save_checkpoint(tmp_path, tag="here")
-    command = [sys.executable, "-m", "zeroshard.deepspeed", "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "zeroshard.deepspeed",
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--num_extract_workers",
+        "2",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     folders = ["--input_folder", str(tmp_path / "here"), "--output_folder", str(tmp_path / "there")]
     subprocess.run([*command, *folders], env=environment, check=True, timeout=60)

@@ -97,7 +97,9 @@ def test_the_throughput_timer_shows_when_it_measures():
     assert timer.total_elapsed_time == timer.step_elapsed_time == timer.end_time - timer.start_time > 0
 
 
-@pytest.mark.parametrize(("stage", "name"), [(1, "single_partition_of_fp32_groups"), (2, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")])
+@pytest.mark.parametrize(
+    ("stage", "name"), [(1, "single_partition_of_fp32_groups"), (2, "single_partition_of_fp32_groups"), (3, "fp32_flat_groups")]
+)
 def test_the_state_dict_of_the_optimizer_tells_what_deepspeeds_does(stage, name, tmp_path):
     def body(rank):
         engine, optimizer, *_ = deepspeed.initialize(model=net(), config=config(stage, 2, 1))
@@ -139,7 +141,9 @@ def test_the_optimizer_has_the_name_of_the_users_class():
     scheduler = torch.optim.lr_scheduler.StepLR(mine, 1)
     given = {"train_batch_size": BATCH, "zero_optimization": {"stage": 2}}
     engine, *_ = deepspeed.initialize(model=model, optimizer=mine, config=given, lr_scheduler=scheduler)
-    assert type(scheduler.optimizer).__name__ == type(engine.optimizer.optimizer).__name__ == "SGD" and repr(mine).startswith("SGD (")
+    assert type(scheduler.optimizer).__name__ == type(engine.optimizer.optimizer).__name__ == "SGD" and repr(mine).startswith(
+        "SGD ("
+    )
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -181,10 +185,14 @@ def test_sequence_parallelism_is_refused_by_name():
     from zeroshard.integrations.deepspeed.stand_ins import UlyssesSPAttentionHF
 
     with pytest.raises(NotSupported, match="UlyssesSPAttentionHF.register_with_transformers: long sequences: zs.tile"):
-        UlyssesSPAttentionHF.register_with_transformers(model_name_or_path="gpt2", core_attn_implementation="sdpa", sequence_parallel_size=2)
+        UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path="gpt2", core_attn_implementation="sdpa", sequence_parallel_size=2
+        )
 
 
-@pytest.mark.parametrize(("stage", "model"), [(1, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")])
+@pytest.mark.parametrize(
+    ("stage", "model"), [(1, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")]
+)
 def test_names_of_checkpoint_files(stage, model, tmp_path):
     def body(rank):
         engine, *_ = deepspeed.initialize(model=net().bfloat16(), config=config(stage, 2, 1, bf16={"enabled": True}))
@@ -233,7 +241,9 @@ def test_the_log_level_of_the_configuration():
 def test_files_of_optimizer_states_come_in_the_order_of_ranks(tmp_path):
     from zeroshard.deepspeed.utils.zero_to_fp32 import get_optim_files
 
-    names = [f"{before}{rank}_mp_rank_00_optim_states.pt" for before in ("bf16_zero_pp_rank_", "zero_pp_rank_") for rank in range(12)]
+    names = [
+        f"{before}{rank}_mp_rank_00_optim_states.pt" for before in ("bf16_zero_pp_rank_", "zero_pp_rank_") for rank in range(12)
+    ]
     for kind in (names[:12], names[12:], [f"zero_{number}_optim_states.pt" for number in range(11)]):
         for path in tmp_path.glob("*"):
             path.unlink()
@@ -245,16 +255,30 @@ def test_files_of_optimizer_states_come_in_the_order_of_ranks(tmp_path):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_loss_scaler_is_read_as_it_changes(stage):
     """Held from the start on, it tells scale and steps: doubled by the good one after a window of them, halved by an overflow."""
-    given = config(stage, 1, 1, fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 4})
+    given = config(
+        stage,
+        1,
+        1,
+        fp16={"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 4},
+    )
     engine, optimizer, *_ = deepspeed.initialize(model=net(), config=given)
     scaler, told = optimizer.loss_scaler, []
-    assert (scaler.scale_window, scaler.min_scale, scaler.scale_factor, scaler.dynamic, scaler.cur_hysteresis) == (2, 4.0, 2.0, True, 1)
+    assert (scaler.scale_window, scaler.min_scale, scaler.scale_factor, scaler.dynamic, scaler.cur_hysteresis) == (
+        2,
+        4.0,
+        2.0,
+        True,
+        1,
+    )
     x, y = batches(1, 1)[0][0][0]
     for factor in (1.0, 1.0, 1.0, float("inf")):
         told.append((scaler.cur_iter, scaler.cur_scale, scaler.loss_scale))
         engine.backward(engine(x.half(), y.half()) * factor)
         engine.step()
-    assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)] and (scaler.cur_iter, scaler.cur_scale) == (4, 256)
+    assert told == [(0, 256, 256), (1, 256, 256), (2, 256, 256), (3, 512, 512)] and (scaler.cur_iter, scaler.cur_scale) == (
+        4,
+        256,
+    )
     assert deepspeed.initialize(model=net(), config=config(stage, 1, 1))[1].loss_scaler is None
 
 

@@ -30,7 +30,9 @@ def told_by(folder, stages, python=None):
     shared = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     shared |= {} if python else {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
-        subprocess.Popen(command, env={**shared, **rank_environment(rank, world, port)}, stdout=subprocess.PIPE, stderr=2, text=True)
+        subprocess.Popen(
+            command, env={**shared, **rank_environment(rank, world, port)}, stdout=subprocess.PIPE, stderr=2, text=True
+        )
         for rank in range(world)
     ]
     told = [rank.communicate(timeout=300)[0] for rank in ranks]

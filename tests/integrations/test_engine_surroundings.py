@@ -86,7 +86,9 @@ def test_two_threads_in_one_engine_are_told():
     worker.start()
     inside.wait(30)
     for call in (lambda: engine(torch.ones(2, 4)), engine.step):
-        with pytest.raises(zs.ZeroshardError, match=r"engine\.(forward|step): another thread is inside of this engine. Train from one"):
+        with pytest.raises(
+            zs.ZeroshardError, match=r"engine\.(forward|step): another thread is inside of this engine. Train from one"
+        ):
             call()
     go.set()
     worker.join()
@@ -124,7 +126,10 @@ def test_samples_a_second_are_measured():
         engine.step()
     timer = engine.tput_timer
     assert (timer.global_step_count, timer.micro_step_count, len(lines)) == (6, 12, 2)
-    assert timer.avg_samples_per_sec() == pytest.approx(4 * 4 / timer.total_elapsed_time) and "micro_step=12/global_step=6" in lines[-1]
+    assert (
+        timer.avg_samples_per_sec() == pytest.approx(4 * 4 / timer.total_elapsed_time)
+        and "micro_step=12/global_step=6" in lines[-1]
+    )
     timer.update_epoch_count()
     assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
     engine.eval()

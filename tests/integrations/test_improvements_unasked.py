@@ -13,7 +13,9 @@ import zeroshard as zs
 import zeroshard.deepspeed as deepspeed
 from zeroshard.testing import run_threads
 
-WANTED = {"zeroshard": {"shard": {"skip_nonfinite": True, "hold_schedulers": True, "max_skipped_steps": 3, "agree_buffers": True}}}
+WANTED = {
+    "zeroshard": {"shard": {"skip_nonfinite": True, "hold_schedulers": True, "max_skipped_steps": 3, "agree_buffers": True}}
+}
 BF16 = {"bf16": {"enabled": True, "check_grad_overflow": False}}
 FP32_GRADIENTS = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 NO_NORM = {"zero_optimization": {"stage": 2, "compute_grad_norm": False}}

@@ -340,7 +340,8 @@ REFUSED = {
     "precision as an option": (lambda root: ZeroshardStrategy(precision="bf16"), "Trainer"),
     "a state dict": (lambda root: ZeroshardStrategy(state_dict_type="whole"), "whole"),
     "a plugin that would not be asked": (
-        lambda root: trainer(root, plugins=[pl.plugins.io.AsyncCheckpointIO()]), "AsyncCheckpointIO"
+        lambda root: trainer(root, plugins=[pl.plugins.io.AsyncCheckpointIO()]),
+        "AsyncCheckpointIO",
     ),
     "two optimizers": (lambda root: trainer(root).fit(Module(optimizers=2, manual=True), words()), "one optimizer, got 2"),
     "a filter": (lambda root: FabricZeroshardStrategy().save_checkpoint("x", {}, filter={"x": 1}), "filter"),

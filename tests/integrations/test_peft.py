@@ -18,7 +18,8 @@ def lora():
         bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return peft.get_peft_model(
-        transformers.GPT2LMHeadModel(config), peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+        transformers.GPT2LMHeadModel(config),
+        peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0),
     )
 
 

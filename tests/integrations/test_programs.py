@@ -241,7 +241,9 @@ def lightning_fit(rank, stage, accumulate, clip, folder):
             return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), "interval": "step"}]
 
     module, strategy = Module(), DeepSpeedStrategy(stage=stage, logging_batch_size_per_gpu=2)
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler", "enable_checkpointing"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler", "enable_checkpointing"), False
+    )
     trainer = pl.Trainer(
         strategy=strategy, accelerator=as_a_gpu(CUDAAccelerator), devices=WORLD, max_epochs=1, gradient_clip_val=clip,
         accumulate_grad_batches=accumulate, num_sanity_val_steps=0, default_root_dir=folder, **quiet,

@@ -42,7 +42,9 @@ def adapted():
     model = peft.get_peft_model(
         llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.0, modules_to_save=["lm_head"])
     )
-    model.load_state_dict({name: value + ("lora_B" in name) for name, value in model.state_dict().items() if "lora_A" not in name}, strict=False)
+    model.load_state_dict(
+        {name: value + ("lora_B" in name) for name, value in model.state_dict().items() if "lora_A" not in name}, strict=False
+    )
     for number, param in enumerate(param for name, param in model.named_parameters() if "lora_A" in name):
         param.data = torch.linspace(-1, 1, param.numel()).view(param.shape) + number
     return model
@@ -180,7 +182,9 @@ def test_what_is_tied_stays_so_in_a_clone():
     state = llama(tied=True).state_dict()
     clone = clone_tensors_for_torch_save(state)
     same(clone, state)
-    assert clone["lm_head.weight"].data_ptr() == clone["model.embed_tokens.weight"].data_ptr() != state["lm_head.weight"].data_ptr()
+    assert (
+        clone["lm_head.weight"].data_ptr() == clone["model.embed_tokens.weight"].data_ptr() != state["lm_head.weight"].data_ptr()
+    )
     assert len({value.data_ptr() for value in clone.values()}) == len(clone) - 1
 
 

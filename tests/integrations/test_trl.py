@@ -34,7 +34,9 @@ def llama(seed=0):
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": len(WORDS) + 3, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=1, bos_token_id=1)
+    )
 
 
 def options(folder, world, stage, batch=4, **more):
@@ -134,4 +136,6 @@ def test_losses_are_those_of_plain_trl(tmp_path, monkeypatch):
     assert len(found) == 8
     for (name, stage), numbers in found.items():
         losses = torch.tensor(expected[name, None])
-        torch.testing.assert_close(torch.tensor(numbers), losses, rtol=2e-5, atol=1e-5, msg=lambda told, at=(name, stage): f"{at}: {told}")
+        torch.testing.assert_close(
+            torch.tensor(numbers), losses, rtol=2e-5, atol=1e-5, msg=lambda told, at=(name, stage): f"{at}: {told}"
+        )

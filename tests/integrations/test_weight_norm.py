@@ -23,7 +23,9 @@ Norm = Callable[..., nn.Module]
 NORMS: dict[str, Norm] = {
     "hooks": lambda layer: nn.utils.weight_norm(layer, name="weight", dim=2),
     "parametrization": lambda layer: nn.utils.parametrizations.weight_norm(layer, name="weight", dim=2),
-    "several": lambda layer: nn.utils.parametrizations.weight_norm(nn.utils.parametrizations.weight_norm(layer, "weight", 2), "bias"),
+    "several": lambda layer: nn.utils.parametrizations.weight_norm(
+        nn.utils.parametrizations.weight_norm(layer, "weight", 2), "bias"
+    ),
     "computed at once": lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Scaled()) or layer,
 }
 X = torch.linspace(-1, 1, 40).view(2, 4, 5)
@@ -101,7 +103,9 @@ def test_it_trains_as_on_one_process(norm, style):
         cut = {name: param.to_local().numel() for name, param in model.named_parameters()}
         assert cut.keys() == dict(plain.named_parameters()).keys()
         assert cut["last.weight"] == 5, "born in slices, as all others are"
-        assert all(size < plain.get_parameter(name).numel() for name, size in cut.items() if plain.get_parameter(name).numel() > 1)
+        assert all(
+            size < plain.get_parameter(name).numel() for name, size in cut.items() if plain.get_parameter(name).numel() > 1
+        )
         model, optimizer = zs.shard(model, adamw(model), stage=3, map_shared=False)
         return zs.full_state_dict(trained(model, optimizer))
 
@@ -170,7 +174,9 @@ def _of_transformers(rank: int, ranks: int, values: dict[str, Tensor]) -> dict[s
         return traceback.format_exc()
 
 
-@pytest.mark.skipif(not all(map(importlib.util.find_spec, ("transformers", "accelerate"))), reason="needs transformers, accelerate")
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("transformers", "accelerate"))), reason="needs transformers, accelerate"
+)
 @pytest.mark.processes
 @pytest.mark.limit(180)
 def test_wav2vec2_of_transformers():

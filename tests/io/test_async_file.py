@@ -142,9 +142,7 @@ def test_neighbours_in_one_block_written_at_once(disk, files_of_the_path):
         for _ in range(3):
             source, extents = random_bytes(NBYTES), list(itertools.pairwise(cuts))
             generator.shuffle(extents)
-            running = [
-                engine.write(handles[i % files_of_the_path], a, source[a:b]) for i, (a, b) in enumerate(extents)
-            ]
+            running = [engine.write(handles[i % files_of_the_path], a, source[a:b]) for i, (a, b) in enumerate(extents)]
             for handle in running:
                 handle.wait()
             out = torch.empty_like(source)

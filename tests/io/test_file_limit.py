@@ -76,7 +76,12 @@ def test_files_of_the_engine(tmp_path):
 
 def test_memory_that_ranks_share_is_a_file():
     transport = ProcessTransport(0, Door(), [b"alone"], b"secret")
-    with limited(), pytest.raises(zs.ZeroshardError, match=rf"2,097,152 bytes of memory that the ranks of this host share.*{SAID}.*comm='dist'"):
+    with (
+        limited(),
+        pytest.raises(
+            zs.ZeroshardError, match=rf"2,097,152 bytes of memory that the ranks of this host share.*{SAID}.*comm='dist'"
+        ),
+    ):
         transport.export(2 * LIMIT)
     transport.close()
 

@@ -31,9 +31,7 @@ def make(path, **options) -> SwapFolder:
     return SwapFolder(path, **{"rank": 0, "needed_nbytes": 1000, **options})
 
 
-def abandoned(
-    parent: Path, name: str = "zeroshard-swap-host-7-0123abcd", lock: str | None = "7\n", age_s: float = 0
-) -> Path:
+def abandoned(parent: Path, name: str = "zeroshard-swap-host-7-0123abcd", lock: str | None = "7\n", age_s: float = 0) -> Path:
     """A folder as a killed process leaves it."""
     folder = parent / name
     folder.mkdir()

@@ -263,7 +263,8 @@ for mib in (256, 1024):
 
 @pytest.mark.processes
 # elsewhere the kernel does not say how much of the limit is used (/proc/self/statm); refusals by other limits are tested above
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")  # limits that other systems do not enforce
+# limits that other systems do not enforce
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")
 def test_b23_a_real_limit_of_the_address_space_is_seen():
     run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stderr
@@ -286,7 +287,11 @@ def test_limits_of_a_control_group_leave_cached_files_out(tmp_path, monkeypatch)
 
 def test_limits_of_groups_around_count(tmp_path, monkeypatch):
     monkeypatch.setattr(host_memory.Path, "read_text", lambda self: "0::/slice/unit\n")
-    assert [str(path) for path in host_memory._own_groups("")] == ["/sys/fs/cgroup", "/sys/fs/cgroup/slice/unit", "/sys/fs/cgroup/slice"]
+    assert [str(path) for path in host_memory._own_groups("")] == [
+        "/sys/fs/cgroup",
+        "/sys/fs/cgroup/slice/unit",
+        "/sys/fs/cgroup/slice",
+    ]
 
 
 # -- buffers, and gradients that arrive narrow ------------------------------------------------------------------
@@ -448,7 +453,9 @@ def test_a_freed_block_serves_the_next_one_of_its_size():
     """One block of 11 MiB at a time, and small ones that come and go: the heap has room for two, not for eight."""
     grown = []
     for more in (host_memory.quiet_heap({}), {"GLIBC_TUNABLES": ""}):
-        found = subprocess.run([sys.executable, "-S", "-c", _HEAP], env=os.environ | more, capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [sys.executable, "-S", "-c", _HEAP], env=os.environ | more, capture_output=True, text=True, check=True
+        )
         grown.append(int(found.stdout))
     assert grown[0] <= 24 and grown[1] > 2 * grown[0]
 

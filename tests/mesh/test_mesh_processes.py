@@ -67,7 +67,12 @@ def _failing(rank, ranks, what):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = copy.deepcopy(MODEL)
-    options = {"stage": 3, "comm": "dist", "zero_hpz_partition_size": SIZE, "stall_timeout_s": STALL_S if what == "sleep" else NEVER_S}
+    options = {
+        "stage": 3,
+        "comm": "dist",
+        "zero_hpz_partition_size": SIZE,
+        "stall_timeout_s": STALL_S if what == "sleep" else NEVER_S,
+    }
     model, optimizer = zs.shard(model, adamw(model.parameters()), **options)
     runtime = runtime_of(model)
     batch = token_batches(1, 1, WORLD)[0][0][rank]

@@ -186,8 +186,7 @@ def test_stage_3_sends_exactly_the_bytes_of_the_formulas(row, nodes, place):
             sent = run.step()
             first, again, reduce = (
                 added(
-                    formula(group.layout.shard_numel, nodes, place, size if travels_packed(group) else plain)
-                    for group in groups
+                    formula(group.layout.shard_numel, nodes, place, size if travels_packed(group) else plain) for group in groups
                 )
                 for formula, size in zip(formulas, (values, values, gradients), strict=True)
             )
@@ -211,12 +210,8 @@ def test_other_stages_gather_once(stage, row):
         groups = run.runtime.groups
         for _ in range(2):
             sent = run.step()
-            once = added(
-                first(g.layout.shard_numel, nodes, place, size if travels_packed(g) else exempt) for g in groups
-            )
-            sums = added(
-                reduce(g.layout.shard_numel, nodes, place, gradients if travels_packed(g) else plain) for g in groups
-            )
+            once = added(first(g.layout.shard_numel, nodes, place, size if travels_packed(g) else exempt) for g in groups)
+            sums = added(reduce(g.layout.shard_numel, nodes, place, gradients if travels_packed(g) else plain) for g in groups)
             assert sent == {"gather": (len(groups), *once), "reduce": (len(groups), *sums)}
 
 
@@ -267,6 +262,7 @@ def test_what_crosses_between_nodes_falls_from_3_m_to_three_quarters_of_m(nodes,
     One hop sends 3 M a *rank*, S times as much a node. Steps are the 4 bytes for each 256 elements that the table leaves out.
     """
     with FakeTensorMode():
+
         def sent(**options) -> dict[str, float]:
             run = Run(nodes, place, dim=1 << 15, **options)
             m = sum(group.layout.true_numel for group in run.runtime.groups) * HALF * (nodes - 1) / nodes

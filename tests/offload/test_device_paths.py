@@ -128,7 +128,9 @@ def test_a_group_that_can_not_send_what_lies_on_the_device_is_refused(group):
         backend_for(torch.device("cuda:0"))
 
 
-@pytest.mark.parametrize("options, on_device", [({"fused": True}, True), ({"capturable": True}, True), ({"fused": None}, False), ({}, False)])
+@pytest.mark.parametrize(
+    "options, on_device", [({"fused": True}, True), ({"capturable": True}, True), ({"fused": None}, False), ({}, False)]
+)
 def test_counters_go_where_the_step_wants_them(options, on_device):
     """torch.optim's own load_state_dict does the same; a fused kernel takes a counter on the host for one on its device."""
     saved = SavedState(scalars={"step": torch.tensor(3.0), "mu_product": torch.tensor(0.5), "name": "x"})
@@ -139,7 +141,9 @@ def test_counters_go_where_the_step_wants_them(options, on_device):
     assert on_host["step"] == 3 and on_host["step"] is not saved.scalars["step"] and not on_host["mu_product"].is_meta
 
 
-@pytest.mark.parametrize("tiers", [{}, dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme")], ids=["memory", "disk"])
+@pytest.mark.parametrize(
+    "tiers", [{}, dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme")], ids=["memory", "disk"]
+)
 @pytest.mark.parametrize("over_gloo", [True, False], ids=["dist", "shared"])
 def test_a_default_device_is_for_the_users_tensors(tiers, over_gloo, group, tmp_path):
     """torch.set_default_device("cuda") must not reach this library's host memory. Here "meta", where nothing can be read."""

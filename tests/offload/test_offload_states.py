@@ -163,7 +163,10 @@ def _refusals(rank, stage, folder, precision):
         yield lambda: optimizer.state[param]
 
     for number, use in enumerate(uses()):
-        with torch.no_grad() if number in (13, 14, 15) else torch.enable_grad(), pytest.raises(zs.StatesAway, match="zs.reload_states"):
+        with (
+            torch.no_grad() if number in (13, 14, 15) else torch.enable_grad(),
+            pytest.raises(zs.StatesAway, match="zs.reload_states"),
+        ):
             use()
             raise AssertionError(f"use {number} did not raise")
     zs.reload_states(model)

@@ -290,7 +290,9 @@ def test_models_are_born_on_disk(way, precision, disk, tmp_path, strict_device):
     """zs.init, the meta device and streamed weights give the values that the model would have had in memory."""
     options = {"stage": 3, "precision": precision}
     offloaded = tiers(disk, "nvme", "nvme", "nvme", **TINY, fused=False)
-    save_file({name: value.clone() for name, value in MODEL.state_dict().items() if name != "head.weight"}, tmp_path / "m.safetensors")
+    save_file(
+        {name: value.clone() for name, value in MODEL.state_dict().items() if name != "head.weight"}, tmp_path / "m.safetensors"
+    )
     lock = threading.Lock()
 
     def born(extra: dict) -> tuple[nn.Module, dict]:

@@ -60,7 +60,9 @@ def build(shape: GPTConfig, world_size: int, places: tuple, blocks: type | None 
     comm.streams = Instant()
     model = GPT(shape)
     named = dict(zip(("offload_param", "offload_gradient", "offload_optimizer"), places, strict=True))
-    offload = {name: Offload(device, path="/nowhere" if device == "nvme" else None, **(buffers or {})) for name, device in named.items()}
+    offload = {
+        name: Offload(device, path="/nowhere" if device == "nvme" else None, **(buffers or {})) for name, device in named.items()
+    }
     model, optimizer = zs.shard(model, torch.optim.AdamW(model.parameters()), comm=comm, precision="bf16", **offload, **options)
     if blocks is not None:
         model.blocks.__class__ = blocks
@@ -99,7 +101,6 @@ ROWS = [
     (3, "nvme", "none", "none"),
 ]
 CASES = [(8, row) for row in ROWS] + [(1024, ROWS[number]) for number in (2, 6, 9)]
-
 
 
 def expected_at_rest(row: tuple, psi: int, s: int, r: int) -> dict[Tier, Counter]:

@@ -203,7 +203,9 @@ def test_values_of_another_dtype_are_converted_in_a_few_pieces(tmp_path):
     rest, source = owner.rest("states", place, numel + 1025, torch.float32), torch.randn(numel).bfloat16()
     rest.store(1021, source)
     assert torch.equal(rest.load(0, numel + 1025), torch.cat([torch.zeros(1021), source.float(), torch.zeros(4)]))
-    assert ledger.elsewhere_peak[Tier.HOST] == storage._PIECES * storage._PIECE_NBYTES and not ledger.elsewhere[Tier.HOST][STAGING]
+    assert (
+        ledger.elsewhere_peak[Tier.HOST] == storage._PIECES * storage._PIECE_NBYTES and not ledger.elsewhere[Tier.HOST][STAGING]
+    )
     owner.close()
 
 
@@ -339,7 +341,9 @@ def made_unusable(how: str, path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("state", ["param", "gradient", "optimizer"])
-@pytest.mark.parametrize("how", ["missing", "no folder", "not writable", "too small", "too small on one rank", "memory", "network"])
+@pytest.mark.parametrize(
+    "how", ["missing", "no folder", "not writable", "too small", "too small on one rank", "memory", "network"]
+)
 def test_b22_a_folder_that_can_not_serve_is_refused_on_every_rank(how, state, tmp_path, monkeypatch):
     """With the reason and what to do; model and optimizer are as before and can be trained or sharded."""
     task = Task(MODEL, DATA[:2])
@@ -384,7 +388,9 @@ def test_a_disk_that_fails_while_the_model_is_placed_fails_on_every_rank(kind, t
 
     def rank_run(rank: int) -> Exception | None:
         model = copy.deepcopy(MODEL)
-        return raised_by(lambda: zs.shard(model, adamw(model.parameters()), stage=3, **tiers(str(tmp_path), "nvme", "nvme", "nvme")))
+        return raised_by(
+            lambda: zs.shard(model, adamw(model.parameters()), stage=3, **tiers(str(tmp_path), "nvme", "nvme", "nvme"))
+        )
 
     for error in run_threads(2, rank_run, timeout_s=20):
         assert isinstance(error, zs.OffloadIOError) and error.errno == errno.ENOSPC, repr(error)
@@ -456,7 +462,12 @@ def equality_over_gloo(path: str):
         task = Task(seeded(lambda: OddGPT(dim=24, layers=4)), DATA[:3])
         outcomes = [
             train(rank, task, stage=stage, comm="dist", **tiers(path, *places, **TINY))
-            for stage, places in ((3, ()), (3, ("nvme", "nvme", "nvme")), (3, ("cpu", "cpu", "nvme")), (1, ("none", "none", "nvme")))
+            for stage, places in (
+                (3, ()),
+                (3, ("nvme", "nvme", "nvme")),
+                (3, ("cpu", "cpu", "nvme")),
+                (1, ("none", "none", "nvme")),
+            )
         ]
         for got in outcomes[1:]:
             assert_equal_runs(got, outcomes[0])
@@ -472,7 +483,8 @@ def fault_in_a_process(kind: str, path: str):
         async_file.Syscalls = Faulty
         model = seeded(lambda: OddGPT(dim=24, layers=4))
         options = tiers(path, "none", "nvme", "nvme", **TINY)
-        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, stall_timeout_s=3600.0, **options)  # told, not missed
+        # told, not missed
+        model, optimizer = zs.shard(model, adamw(model.parameters()), stage=3, stall_timeout_s=3600.0, **options)
         act = errno.EIO if kind == "error" else lambda call: os.kill(os.getpid(), signal.SIGKILL)
         arm = (lambda: calls_of(runtime_of(model)).arm("write", act, after=2)) if rank == 1 else lambda: None
         error = run_until_it_fails(rank, model, optimizer, "step", arm)

@@ -52,9 +52,7 @@ def test_gradients_leave_a_device_in_the_dtype_in_which_they_are_sent(disk, stri
         return train(rank, task, stage=3, precision="bf16", **tiers(disk, *devices, fused=False))
 
     mean = helpers._mean
-    monkeypatch.setattr(
-        helpers, "_mean", lambda *args: {p: g.to(torch.bfloat16).float() for p, g in mean(*args).items()}
-    )
+    monkeypatch.setattr(helpers, "_mean", lambda *args: {p: g.to(torch.bfloat16).float() for p, g in mean(*args).items()})
     for devices in (("none", "cpu", "cpu"), ("cpu", "nvme", "nvme")):
         for got in run_threads(2, rank_run, *devices):
             expected = reference(task, 2, "bf16", got.coefficients)
@@ -171,7 +169,11 @@ def test_doubles_rest_and_come_back_as_doubles(disk, strict_device):
 
     def rank_run(rank: int) -> list:
         results = []
-        for devices, own_device in ((("nvme", "nvme", "nvme"), False), (("nvme", "none", "none"), False), (("none", "cpu", "cpu"), True)):
+        for devices, own_device in (
+            (("nvme", "nvme", "nvme"), False),
+            (("nvme", "none", "none"), False),
+            (("none", "cpu", "cpu"), True),
+        ):
             strict_device(rank, False)
             expected = plain_loop(rank, task, stage=3)
             strict_device(rank, own_device)
@@ -190,7 +192,9 @@ def test_weighted_backwards(stage, disk):
 
     def rank_run(rank: int, *devices: str) -> list:
         model = copy.deepcopy(MODEL)
-        model, optimizer = zs.shard(model, TASK.make_optimizer(model), stage=stage, max_grad_norm=0.5, **tiers(disk, *devices, **TINY))
+        model, optimizer = zs.shard(
+            model, TASK.make_optimizer(model), stage=stage, max_grad_norm=0.5, **tiers(disk, *devices, **TINY)
+        )
         log = []
         for number, micros in enumerate(TASK.data):
             for micro, ranks in enumerate(micros):

@@ -191,8 +191,7 @@ def test_every_two_choices_together_change_no_bit(part, disk, small_pieces):
 
         def rank_run(rank: int, chosen=chosen) -> list[tuple[Outcome, Outcome]]:
             return [
-                (train(rank, c.task(), **c.options()), train(rank, c.task(), **c.options(), **c.offload(disk)))
-                for c in chosen
+                (train(rank, c.task(), **c.options()), train(rank, c.task(), **c.options(), **c.offload(disk))) for c in chosen
             ]
 
         for outcomes in run_threads(world_size, rank_run):

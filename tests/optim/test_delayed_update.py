@@ -297,7 +297,11 @@ def test_whoever_writes_waits_for_the_thread_and_stands(way, disk, late_host):
             elif way == "state":
                 optimizer.state[weight]["exp_avg"].fill_(0.25)
             else:
-                state = {"exp_avg": torch.full(weight.shape, 0.25), "exp_avg_sq": torch.ones(weight.shape), "step": torch.tensor(7.0)}
+                state = {
+                    "exp_avg": torch.full(weight.shape, 0.25),
+                    "exp_avg_sq": torch.ones(weight.shape),
+                    "step": torch.tensor(7.0),
+                }
                 index = [name for name, _ in model.named_parameters()].index("blocks.0.into.weight")
                 optimizer.load_state_dict({"state": {index: state}, "param_groups": optimizer.state_dict()["param_groups"]})
         if way in ("in place", "gathered"):  # a step that does not touch it takes it over all the same

@@ -30,9 +30,7 @@ from zeroshard.testing import run_threads
 def compare(task: Task, world_size: int = WORLD, stages=STAGES, precision: str = "fp32", **options) -> None:
     """All stages against one process, all ranks."""
     options |= {"precision": precision}
-    per_rank = run_threads(
-        world_size, lambda rank: [train(rank, task, stage=stage, **options) for stage in stages], timeout_s=40
-    )
+    per_rank = run_threads(world_size, lambda rank: [train(rank, task, stage=stage, **options) for stage in stages], timeout_s=40)
     expected = reference(task, world_size, precision, per_rank[0][0].coefficients)
     for rank, outcomes in enumerate(per_rank):
         for stage, got in zip(stages, outcomes, strict=True):
@@ -124,9 +122,7 @@ ROUTES = [
 def test_parameters_that_take_no_part_keep_their_moments_and_step_counts(name, units):
     """No rank has a gradient: not stepped, as on one process. Some rank has: zeros from the others."""
     generator = torch.Generator().manual_seed(3)
-    data = [
-        [[(torch.randn(3, 6, generator=generator), chosen) for chosen in ranks] for ranks in micros] for micros in ROUTES
-    ]
+    data = [[[(torch.randn(3, 6, generator=generator), chosen) for chosen in ranks] for ranks in micros] for micros in ROUTES]
     compare(Task(seeded(Branches), data, OPTIMIZERS[name], states=True), units=units)
 
 

@@ -473,7 +473,10 @@ def test_an_offloaded_optimizer_that_counts_its_steps(where, ratio):
         assert optimizer.t == float(optimizer.param_groups[0]["t"]) == 5
         return zs.full_state_dict(model)
 
-    (wanted,), (got,) = run_threads(1, run), run_threads(1, lambda rank: run(rank, offload_optimizer=zs.Offload("cpu", ratio=ratio)))
+    (wanted,), (got,) = (
+        run_threads(1, run),
+        run_threads(1, lambda rank: run(rank, offload_optimizer=zs.Offload("cpu", ratio=ratio))),
+    )
     for name, value in wanted.items():
         assert torch.equal(got[name], value), name
 

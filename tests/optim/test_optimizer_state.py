@@ -177,7 +177,9 @@ def test_a_state_dict_can_be_loaded_again(stage, source):
         sharded_step(0)
         sharded_step(1)
         own = mine.state_dict()
-        own["state"] = {i: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for i, s in own["state"].items()}
+        own["state"] = {
+            i: {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in s.items()} for i, s in own["state"].items()
+        }
         weights = zs.full_state_dict(model)
         sharded_step(2)  # to be forgotten
         mine.load_state_dict(own if source == "its own" else saved)

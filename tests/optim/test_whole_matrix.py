@@ -64,7 +64,9 @@ class Rows(torch.optim.Optimizer):
                 state, square = self.state[param], param.grad.square() + 1e-8
                 if not state:
                     names = ("rows", "columns") if param.dim() == 2 else ("squares",)
-                    state.update(step=0, rms=0, **{name: square.mean(1 - i) * 0 for i, name in enumerate(names) if len(names) == 2})
+                    state.update(
+                        step=0, rms=0, **{name: square.mean(1 - i) * 0 for i, name in enumerate(names) if len(names) == 2}
+                    )
                     if len(names) == 1:
                         state["squares"] = torch.zeros_like(param)
                 state["step"], state["rms"] = state["step"] + 1, param.norm() / param.numel() ** 0.5
@@ -289,7 +291,9 @@ def test_states_of_rows_are_no_slices():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("options", [{"lr": 0.01, "scale_parameter": False, "relative_step": False}, {"beta1": 0.9, "weight_decay": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{"lr": 0.01, "scale_parameter": False, "relative_step": False}, {"beta1": 0.9, "weight_decay": 0.1}]
+)
 def test_adafactor_of_transformers(options, stage, monkeypatch):
     found = pytest.importorskip("transformers.optimization").Adafactor  # ./test installs it; a class like it is tested above
     monkeypatch.setitem(MAKERS, "of transformers", lambda model: found(model.parameters(), **options))

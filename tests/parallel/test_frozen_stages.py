@@ -24,7 +24,11 @@ from zeroshard.launch import run_processes
 from zeroshard.parallel.parallelize import _optimizer
 
 STEPS, ROWS, MICRO = 3, 8, 4
-FROZEN = {"first": ("first", "blocks.0", "blocks.1"), "last": ("blocks.2", "blocks.3", "last"), "middle": ("blocks.1", "blocks.2")}
+FROZEN = {
+    "first": ("first", "blocks.0", "blocks.1"),
+    "last": ("blocks.2", "blocks.3", "last"),
+    "middle": ("blocks.1", "blocks.2"),
+}
 CELLS = [
     *(("first", stage, schedule) for stage in range(4) for schedule in ("1F1B", "GPipe")),
     *(("last", stage, "1F1B") for stage in range(4)),
@@ -195,7 +199,9 @@ def test_stages_that_are_sharded_one_by_one():
     losses = one_process("first")[0]
     for result in results():
         assert result.value is not None, result.error
-        sentence = r"stages of rank 0 .* without an optimizer, others with one.*even where all are frozen: AdamW\(stage.parameters\(\)\)"
+        sentence = (
+            r"stages of rank 0 .* without an optimizer, others with one.*even where all are frozen: AdamW\(stage.parameters\(\)\)"
+        )
         assert re.search(sentence, result.value["without"])
         assert result.value["with"] == pytest.approx(losses, rel=1e-5)
 
@@ -224,4 +230,7 @@ def test_the_stand_in_goes_where_the_function_puts_it():
     ]  # fmt: skip
     made = _optimizer(lambda params: torch.optim.Adagrad(groups(list(params))), module)
     assert [len(group["params"]) for group in made.param_groups] == [0, 2] and made.param_groups[1]["lr"] == 0.25
-    assert all(given is own for given, own in zip(made.param_groups[1]["params"], module.parameters(), strict=True)) and not made.state
+    assert (
+        all(given is own for given, own in zip(made.param_groups[1]["params"], module.parameters(), strict=True))
+        and not made.state
+    )

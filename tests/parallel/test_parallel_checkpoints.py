@@ -98,7 +98,9 @@ def _layouts(rank, meshes, root, name, found):
         place = (rank, WORLD) if mesh is None else (mesh["dp"].get_local_rank(), mesh["dp"].size())
         model, optimizer = sharded(mesh, OTHER_SEED, **options)
         found["one", where] = loaded(root / f"one {name}", model, optimizer)
-        result = zs.load(root / name, model, optimizer, extra={"name": None, **({"of_rank": None} if where == "dp2 x tp2" else {})})
+        result = zs.load(
+            root / name, model, optimizer, extra={"name": None, **({"of_rank": None} if where == "dp2 x tp2" else {})}
+        )
         found["itself", where] = whole(model)
         found["told", where] = result.rng, result.extra
         found["loss", where] = step(model, optimizer, 2, *place)

@@ -19,7 +19,9 @@ from zeroshard.testing import imagined_mesh
 
 SLOW = os.environ.get("ZEROSHARD_SLOW") == "1"
 FEW = {"turing-nlg": 2, "bloom": 12, "mt-nlg": 35}  # blocks: one a stage
-CASES = [("turing-nlg", 0, 1), ("bloom", 0, 2), ("bloom", 5, 1), ("bloom", 11, 2), ("mt-nlg", 34, 2)] if SLOW else [("mt-nlg", 34, 2)]
+CASES = (
+    [("turing-nlg", 0, 1), ("bloom", 0, 2), ("bloom", 5, 1), ("bloom", 11, 2), ("mt-nlg", 34, 2)] if SLOW else [("mt-nlg", 34, 2)]
+)
 ALL = [("turing-nlg", 0, 1), *(("bloom", stage, 3) for stage in (0, 5, 11)), *(("mt-nlg", stage, 3) for stage in (0, 17, 34))]
 SMALL = GPTConfig(vocab_size=64, seq_len=16, dim=32, layers=4, heads=4, tied=True)
 

@@ -70,8 +70,15 @@ class Cell:
 
     @property
     def name(self) -> str:
-        more = [f"clip{self.clip}" if self.clip else "", "sequence" if self.sequence else "", "bf16" if self.bf16 else "", self.schedule or ""]
-        return "-".join(filter(None, [self.model, f"pp{self.pp}dp{self.dp}tp{self.tp}", f"stage{self.stage}", f"micro{self.micro}", *more]))
+        more = [
+            f"clip{self.clip}" if self.clip else "",
+            "sequence" if self.sequence else "",
+            "bf16" if self.bf16 else "",
+            self.schedule or "",
+        ]
+        return "-".join(
+            filter(None, [self.model, f"pp{self.pp}dp{self.dp}tp{self.tp}", f"stage{self.stage}", f"micro{self.micro}", *more])
+        )
 
 
 FEW = [
@@ -88,7 +95,9 @@ def every(world: int) -> list[Cell]:
     found = []
     for pp, dp, tp in itertools.product((1, 2), repeat=3):
         if pp * dp * tp == world:
-            for model, stage, (micro, clip), bf16 in itertools.product(MODELS, range(3 if pp > 1 else 4), ((2, None), (4, 0.1)), (False, True)):
+            for model, stage, (micro, clip), bf16 in itertools.product(
+                MODELS, range(3 if pp > 1 else 4), ((2, None), (4, 0.1)), (False, True)
+            ):
                 found.append(Cell(model, pp, dp, tp, stage, micro, clip, sequence=tp > 1 and stage == 1, bf16=bf16))
     return found
 
@@ -105,7 +114,9 @@ def loss_of(output: object, targets: Tensor) -> Tensor:
 
 
 @functools.cache
-def one_process(model: str, dp: int, micro: int, clip: float | None, bf16: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def one_process(
+    model: str, dp: int, micro: int, clip: float | None, bf16: bool
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """(losses, norms, weights); with bf16 by zeroshard on one rank, whose masters step."""
     module = MODELS[model]()
     optimizer = adam(module.parameters())

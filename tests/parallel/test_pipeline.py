@@ -26,23 +26,29 @@ FEW = [  # (ZeRO stage, schedule, stages a rank, tied, max_grad_norm)
     (1, "InterleavedZeroBubble", 2, True, None),
     (2, "ZBVZeroBubble", 2, True, None),
 ]
-CELLS = [
-    *FEW,
-    *((stage, "1F1B", 1, stage > 1, None) for stage in (1, 2)),
-    (0, "1F1B", 1, True, 0.5),
-    (2, "LoopedBFS", 2, False, None),
-    (3, "Interleaved1F1B", 2, True, None),
-    *((stage, "InterleavedZeroBubble", 2, False, None) for stage in (0, 3)),
-    *((stage, "ZBVZeroBubble", 2, True, None) for stage in (0, 3)),
-    (2, "DualPipeV", 2, False, None),
-] if SLOW else FEW
+CELLS = (
+    [
+        *FEW,
+        *((stage, "1F1B", 1, stage > 1, None) for stage in (1, 2)),
+        (0, "1F1B", 1, True, 0.5),
+        (2, "LoopedBFS", 2, False, None),
+        (3, "Interleaved1F1B", 2, True, None),
+        *((stage, "InterleavedZeroBubble", 2, False, None) for stage in (0, 3)),
+        *((stage, "ZBVZeroBubble", 2, True, None) for stage in (0, 3)),
+        (2, "DualPipeV", 2, False, None),
+    ]
+    if SLOW
+    else FEW
+)
 
 
 def _stages(mesh, stage, schedule, per_rank, tied, max_norm=None):
     pp = mesh["pp"]
     own = stages_of(pp.get_local_rank(), 2, per_rank, schedule)
     modules = cut_stages(kit.model(tied), 2 * per_rank, own)
-    sharded = [zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm) for module in modules]
+    sharded = [
+        zs.shard(module, kit.adamw(module.parameters()), mesh=mesh, stage=stage, max_grad_norm=max_norm) for module in modules
+    ]
     modules, optimizers = zip(*sharded, strict=True)
     return Pipeline(modules, pp, micro_batches=kit.MICRO, loss=kit.loss, schedule=schedule), modules, optimizers
 
@@ -58,7 +64,10 @@ def _train(mesh, *cell):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    before = [pipeline.step(tokens, target=targets).item(), *(group.grads.reduced for m in modules for group in runtime_of(m).groups)]
+    before = [
+        pipeline.step(tokens, target=targets).item(),
+        *(group.grads.reduced for m in modules for group in runtime_of(m).groups),
+    ]
     assert pipeline.evaluate(tokens, target=targets).item() == before[0] and all(before[1:])
     values = {name: value for module in modules for name, value in zs.full_state_dict(module).items()}
     for module in modules:

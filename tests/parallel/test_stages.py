@@ -106,7 +106,10 @@ def test_what_can_not_be_cut_is_told():
         cut_stages(_Crossed((0, 1)), 2, [0])
     with pytest.raises(zs.ConfigError, match="shared.* is used between the blocks, by more than one stage"):
         cut_stages(_Crossed((0, 1), shared=True), 2, [0])
-    assert [stage.pipeline_stage.blocks for stage in cut_stages(kit.model(), 2, [0, 1], cuts=["blocks.1"])] == [range(0, 1), range(1, 4)]
+    assert [stage.pipeline_stage.blocks for stage in cut_stages(kit.model(), 2, [0, 1], cuts=["blocks.1"])] == [
+        range(0, 1),
+        range(1, 4),
+    ]
 
 
 class _OtherInputs(nn.Module):
@@ -145,7 +148,9 @@ class _Inner(nn.Module):
 
 def test_inputs_that_are_not_tokens_take_an_example():
     model, example = _OtherInputs(), torch.randn(3, 5)
-    with pytest.raises(zs.ConfigError, match=r"failed on tokens, \(2, 3\) int64: RuntimeError: .*example=torch.zeros\(rows, ...\)"):
+    with pytest.raises(
+        zs.ConfigError, match=r"failed on tokens, \(2, 3\) int64: RuntimeError: .*example=torch.zeros\(rows, ...\)"
+    ):
         cut_stages(model, 2, [0])
     with pytest.raises(zs.ConfigError, match=r"_OtherInputs, .* failed on \(2, 4\) float32: .*Give an input that it takes"):
         cut_stages(model, 2, [0], example=torch.zeros(2, 4))

@@ -237,7 +237,10 @@ class Cells:
         for words, options in (
             ("embedding.weight is a DTensor: over which ranks", {}),
             ("embedding.weight is a DTensor: over which ranks", {"comm": dist.group.WORLD}),
-            ("embedding.weight is a DTensor over the axes \\['tp'\\]: expected an axis named", {"mesh": init_device_mesh("cpu", (2, 2))}),
+            (
+                "embedding.weight is a DTensor over the axes \\['tp'\\]: expected an axis named",
+                {"mesh": init_device_mesh("cpu", (2, 2))},
+            ),
             ("give one of them", {"mesh": self.mesh, "comm": self.mesh["dp"]}),
             ("shard_size=3 does not divide the 2 ranks", {"mesh": self.mesh, "shard_size": 3}),
         ):
@@ -285,7 +288,9 @@ class Cells:
 
         def backward(net: Net, place: int) -> None:
             for block in net.blocks:
-                block.register_forward_hook(lambda block, args, out: setattr(block, "kept", whole(block.down(F.gelu(block.up(out)))).square().mean()))
+                block.register_forward_hook(
+                    lambda block, args, out: setattr(block, "kept", whole(block.down(F.gelu(block.up(out)))).square().mean())
+                )
             (whole(net(*batch(0, 0, place))) + sum(block.kept for block in net.blocks)).backward()
 
         backward(model, self.place)
@@ -309,7 +314,9 @@ class Cells:
         told, mine = zs.full_optimizer_state_dict(model), zs.full_optimizer_state_dict(model, every_rank=True)["state"]
         assert bool(told) is (dist.get_rank() == 0)  # of all ranks of the mesh
         for number, param in enumerate(plain.parameters()):
-            assert mine[number]["exp_avg"].shape == param.shape and (not told or torch.equal(told["state"][number]["exp_avg"], mine[number]["exp_avg"]))
+            assert mine[number]["exp_avg"].shape == param.shape and (
+                not told or torch.equal(told["state"][number]["exp_avg"], mine[number]["exp_avg"])
+            )
         zs.close(model)
 
 
@@ -322,7 +329,10 @@ CASES: dict[str, Callable[[Cells], None]] = {
     )
     for stage, sequence, tied in (itertools.product(range(4), (False, True), (False, True)) if SLOW else FEW)
 }  # fmt: skip
-CASES |= {f"axis-{stage}": lambda c, s=stage: c.equal(s, False, False, mesh=None, comm=c.mesh["dp"]) for stage in ((1, 3) if SLOW else (1,))}
+CASES |= {
+    f"axis-{stage}": lambda c, s=stage: c.equal(s, False, False, mesh=None, comm=c.mesh["dp"])
+    for stage in ((1, 3) if SLOW else (1,))
+}
 CASES |= {"host": lambda c: c.equal(3, False, True, clip=0.3, **OFF)}
 CASES |= {"leaves": lambda c: c.equal(3, True, False, units="leaf")} if SLOW else {}
 CASES |= {f"bf16-{stage}": lambda c, s=stage: c.bf16(s) for stage in ((0, 2, 3) if SLOW else (3,))}

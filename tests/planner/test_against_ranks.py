@@ -79,7 +79,9 @@ def test_what_is_held_and_sent_is_what_ranks_hold_and_send(make, optimizer, rank
 
 
 def test_states_on_disk_are_read_once_in_a_step():
-    plan = zs.plan(lambda: GPT(SHAPE), ranks=2, batch=(1, 16), stage=2, offload_optimizer="nvme", offload_path="/nowhere", precision="bf16")
+    plan = zs.plan(
+        lambda: GPT(SHAPE), ranks=2, batch=(1, 16), stage=2, offload_optimizer="nvme", offload_path="/nowhere", precision="bf16"
+    )
     theory = plan.report.theory_moved_per_step
     assert plan.trace.total(Resource.READ) == pytest.approx(theory["disk -> host"], rel=0.05)
 

@@ -36,7 +36,9 @@ def test_a_trace_sends_what_the_ledger_has_counted_and_the_formula_says(stage):
 
 def test_flops_are_those_of_the_formula():
     """Forward: 2 a parameter of a matrix and token, and 4 s h a token and layer for attention; with backward three times that."""
-    matrices = sum(p.numel() for name, p in GPT(SHAPE).named_parameters() if p.dim() == 2 and not name.startswith(("embedding", "position")))
+    matrices = sum(
+        p.numel() for name, p in GPT(SHAPE).named_parameters() if p.dim() == 2 and not name.startswith(("embedding", "position"))
+    )
     attention = 4 * SEQ * SHAPE.dim * SHAPE.layers
     expected = 3 * ROWS * SEQ * (2 * matrices + attention)
     assert planned(ranks=2).trace.model_flops == pytest.approx(expected, rel=1e-2)
@@ -88,8 +90,12 @@ def test_two_hops_use_both_kinds_of_links_one_after_the_other():
 
 
 def test_a_mesh_has_a_plan_for_each_stage_whose_sends_and_receives_meet():
-    plans = stages(lambda: GPT(SHAPE), {"pp": 2, "dp": 2, "tp": 2}, every=True, batch=(ROWS, SEQ), stage=1, precision="bf16", micro_batches=4)
-    sent, received = ([{t.channel for t in plan.trace.tasks if t.name.startswith(word)} for plan in plans] for word in ("send", "recv"))
+    plans = stages(
+        lambda: GPT(SHAPE), {"pp": 2, "dp": 2, "tp": 2}, every=True, batch=(ROWS, SEQ), stage=1, precision="bf16", micro_batches=4
+    )
+    sent, received = (
+        [{t.channel for t in plan.trace.tasks if t.name.startswith(word)} for plan in plans] for word in ("send", "recv")
+    )
     assert sent[0] == received[1] and sent[1] == received[0] and len(sent[0]) == 4
     assert plans[0].sent["tp"] > 0 and plans[0].sent["pp"] > 0
     activations = [max(m.held.get(ACTIVATIONS, 0) for m in plan.moments) for plan in plans]
@@ -103,7 +109,9 @@ def test_a_function_may_make_batches_and_another_the_loss():
     def loss(model, pair):
         return nn.functional.mse_loss(model(pair[0]), pair[1])
 
-    plan = zs.plan(lambda: nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 2)), ranks=2, batch=batch, loss=loss, micro_batches=3)
+    plan = zs.plan(
+        lambda: nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 2)), ranks=2, batch=batch, loss=loss, micro_batches=3
+    )
     assert plan.num_parameters == 262 and plan.peak(Tier.DEVICE) > 0
 
 
@@ -188,7 +196,9 @@ def test_reductions_go_from_each_rank_straight_to_each_and_two_hops_spare_the_ne
     for plan in (flat, hops):
         kinds = {task.name.split()[0]: task.distinct for task in plan.trace.tasks if Resource.BETWEEN in task.nbytes}
         assert kinds["reduce"] and not kinds["gather"]
-    reduced = [sum(t.nbytes.get(Resource.BETWEEN, 0) for t in plan.trace.tasks if t.name.startswith("reduce")) for plan in (flat, hops)]
+    reduced = [
+        sum(t.nbytes.get(Resource.BETWEEN, 0) for t in plan.trace.tasks if t.name.startswith("reduce")) for plan in (flat, hops)
+    ]
     assert reduced[1] == pytest.approx(reduced[0] / 4, rel=0.01)
 
 

@@ -168,8 +168,14 @@ def in_backward(hidden):
     [
         (lambda: Net(broken), ["forward fails", "in broken (", "test_faults.py:", "KeyError: 'nothing'"]),
         (lambda: Net(in_backward), ["backward fails", "test_faults.py:", "ZeroDivisionError"]),
-        (lambda: Net(lambda hidden: hidden * hidden.sum().item()), ["forward asks for numbers", "test_faults.py:", "without asserts"]),
-        (lambda: nn.Sequential(nn.Embedding(64, 16), nn.Linear(15, 64)), ["forward fails in or after unit '(root)': ", "reduction dim"]),
+        (
+            lambda: Net(lambda hidden: hidden * hidden.sum().item()),
+            ["forward asks for numbers", "test_faults.py:", "without asserts"],
+        ),
+        (
+            lambda: nn.Sequential(nn.Embedding(64, 16), nn.Linear(15, 64)),
+            ["forward fails in or after unit '(root)': ", "reduction dim"],
+        ),
         (lambda: nn.Sequential(nn.Embedding(64, 16), nn.Flatten()), ["expected logits (rows, seq, tokens)", "(1, 128)"]),
         (lambda: Net(1 / 0), ["can not be built", "test_faults.py:", "division by zero"]),
     ],
@@ -183,7 +189,9 @@ def test_faults_of_the_model_name_the_place(make, words):
 
 def test_nothing_is_hidden_by_activation_checkpoints():
     with pytest.raises(ConfigError, match="forward fails.*reduction dim"):
-        planned(lambda: nn.Sequential(nn.Embedding(64, 16), *[nn.Sequential(nn.Linear(16, 15)) for _ in range(3)]), checkpointing=True)
+        planned(
+            lambda: nn.Sequential(nn.Embedding(64, 16), *[nn.Sequential(nn.Linear(16, 15)) for _ in range(3)]), checkpointing=True
+        )
 
 
 class Reads(torch.optim.SGD):
@@ -196,7 +204,10 @@ class Reads(torch.optim.SGD):
 def test_optimizers_that_read_numbers_are_named_with_the_remedy():
     for make, name in ((lambda parameters: Reads(parameters, lr=0.1), "Reads"),
                        (lambda parameters: zs.whole_matrix(torch.optim.Adafactor)(parameters), "Adafactor")):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"{name}.step asks for numbers .*another optimizer whose states have the same sizes.*optimizer=None"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{name}.step asks for numbers .*another optimizer whose states have the same sizes.*optimizer=None",
+        ):
             planned(Net, optimizer=make)
     with pytest.raises(ConfigError, match="optimizer: the function that makes it fails.*TypeError"):
         planned(Net, optimizer=lambda parameters: torch.optim.SGD(parameters, lrr=1))

@@ -119,7 +119,9 @@ def test_experts_alike_give_what_transformers_computes(mixtral):
         model.zero_grad()
         loss = model(tokens).logits.square().mean()
         loss.backward()
-        results.append((loss.detach(), model.model.layers[0].mlp.experts.down_proj.grad.sum(0), model.lm_head.weight.grad.clone()))
+        results.append(
+            (loss.detach(), model.model.layers[0].mlp.experts.down_proj.grad.sum(0), model.lm_head.weight.grad.clone())
+        )
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -249,6 +251,8 @@ def test_a_configuration_without_a_causal_language_model_says_what_to_give(tmp_p
 
 
 def test_attention_without_torchs_kernels_is_built_plain(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 1, "n_head": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "bloom", "vocab_size": 96, "hidden_size": 32, "n_layer": 1, "n_head": 2})
+    )
     with torch.device("meta"):
         assert source_of(str(tmp_path)).build().config._attn_implementation == "eager"

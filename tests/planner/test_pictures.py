@@ -17,7 +17,9 @@ from zeroshard.simulator.hardware import Hardware
 
 @pytest.fixture(scope="module")
 def planned():
-    asked = Request(source_of("quickstart"), Hardware.named("a100-40gb"), {"pp": 1, "dp": 2, "tp": 1}, 2, 64, options={"stage": 3})
+    asked = Request(
+        source_of("quickstart"), Hardware.named("a100-40gb"), {"pp": 1, "dp": 2, "tp": 1}, 2, 64, options={"stage": 3}
+    )
     return asked, asked.plan()
 
 
@@ -50,7 +52,12 @@ def test_a_page_holds_everything_and_loads_nothing(planned, tmp_path):
     pictures.draw_memory(plan, asked, tmp_path / "memory.png")
     shown = [tables.memory(plan, asked), tables.communication(plan), tables.activations(plan)]
     pictures.write_page(
-        tmp_path / "plan.html", tables.headline(asked, verdict), verdict, shown, {"Memory": tmp_path / "memory.png"}, ["a <note> & more"]
+        tmp_path / "plan.html",
+        tables.headline(asked, verdict),
+        verdict,
+        shown,
+        {"Memory": tmp_path / "memory.png"},
+        ["a <note> & more"],
     )
     page = (tmp_path / "plan.html").read_text()
     assert str(verdict) in page and 'class="verdict fits"' in page and "a &lt;note&gt; &amp; more" in page

@@ -61,6 +61,8 @@ def test_tables_add_up(stage_0):
     assert ("blocks.*", "3") == kept.rows[0][:2] and kept.rows[-1][0] == "all"
 
 
-@pytest.mark.parametrize(("number", "text"), [(3_834_752, "3.83M"), (70_553_706_496, "70.6B"), (1_008_013_000_000, "1.01T"), (12, "12")])
+@pytest.mark.parametrize(
+    ("number", "text"), [(3_834_752, "3.83M"), (70_553_706_496, "70.6B"), (1_008_013_000_000, "1.01T"), (12, "12")]
+)
 def test_sizes_of_models_are_written_as_usual(number, text):
     assert tables.count(number) == text

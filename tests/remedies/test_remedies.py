@@ -115,10 +115,13 @@ def test_a_dry_run_that_takes_too_long_is_given_up():
 
 def test_what_does_not_fit_by_formula_is_not_tried(stage_0, monkeypatch):
     tried = []
-    monkeypatch.setattr(module, "_tried", lambda formulas, plans, choice: tried.append(flags(formulas.request, choice.request)) or [])
+    monkeypatch.setattr(
+        module, "_tried", lambda formulas, plans, choice: tried.append(flags(formulas.request, choice.request)) or []
+    )
     assert remedies(short(request(), stage_0, 14 * MIB), stage_0) == []
     assert {"--stage 1", "--stage 2", "--stage 3"} <= set(tried)
-    assert not {"--batch 1 --accumulate 2", "--checkpoint-activations", "--ranks 8"} & set(tried)  # activations alone are a few MiB
+    # activations alone are a few MiB
+    assert not {"--batch 1 --accumulate 2", "--checkpoint-activations", "--ranks 8"} & set(tried)
 
 
 def offered(asked):
@@ -129,8 +132,17 @@ def test_every_change_has_its_option_and_applies():
     asked = request(axes={"tp": 2, "dp": 4}, options={"stage": 1, "precision": "bf16"}, rows=4)
     found = offered(asked)
     assert all(found) and len(set(found)) == len(found)
-    for words in ("--stage 2", "--batch 2 --accumulate 2", "--partition-activations", "--offload-activations cpu", "--offload-optimizer nvme",
-                  "--offload-optimizer cpu --stage 2", "--accumulate 2 --mesh dp=2,tp=4", "--ranks 16 --mesh dp=8,tp=2"):  # fmt: skip
+    for words in (
+        "--stage 2",
+        "--batch 2 --accumulate 2",
+        "--partition-activations",
+        "--offload-activations cpu",
+        "--offload-optimizer nvme",
+        # fmt: skip
+        "--offload-optimizer cpu --stage 2",
+        "--accumulate 2 --mesh dp=2,tp=4",
+        "--ranks 16 --mesh dp=8,tp=2",
+    ):
         assert words in found, words
     assert not any(words in " ".join(found) for words in ("tp=8", "pp=2", "--stage 1", "max-unit", "hpz"))  # 4 heads, 3 layers
 
@@ -138,7 +150,14 @@ def test_every_change_has_its_option_and_applies():
 def test_nothing_is_offered_that_has_no_effect():
     full = request(options=FINE | dict.fromkeys(("offload_optimizer", "offload_gradient", "offload_param"), "nvme") | {"offload_path": "."},
                    rows=1, checkpointing={"offload": "cpu"})  # fmt: skip
-    assert offered(full) == ["--accumulate 2 --mesh dp=2,tp=2", "--accumulate 4 --mesh tp=4", "--ranks 8", "--ranks 16", "--ranks 32", "--ranks 64"]
+    assert offered(full) == [
+        "--accumulate 2 --mesh dp=2,tp=2",
+        "--accumulate 4 --mesh tp=4",
+        "--ranks 8",
+        "--ranks 16",
+        "--ranks 32",
+        "--ranks 64",
+    ]
     alone = offered(request(axes={"dp": 1}))
     assert not any(words.startswith(("--stage 1", "--stage 2", "--stage 3", "--mesh")) for words in alone)
     together = replace(hardware(1 << 30), device=hardware(1 << 30).device, separate=False)
@@ -152,4 +171,6 @@ def test_what_nodes_keep_can_be_less():
     packed, plain = (next(each for each in KINDS[-1](shared) if name in flags(shared, each)) for name in ("int8", "hpz"))
     formulas = module._Formulas(shared, shared.plans())
     assert formulas.fullest(plain)[2] < formulas.fullest(packed)[2] < formulas.fullest(shared)[2]
-    assert {"--shard-size 4", "--shard-size 8"} <= set(offered(request(axes={"dp": 8}, options=options | {"shard_size": 2}, node_size=2)))
+    assert {"--shard-size 4", "--shard-size 8"} <= set(
+        offered(request(axes={"dp": 8}, options=options | {"shard_size": 2}, node_size=2))
+    )

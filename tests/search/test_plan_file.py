@@ -48,11 +48,25 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
     assert zs.Config.build(path) == asked
     options = parse_train(["--config", str(path)])
     trained = options.sharding()
-    for field in ("stage", "precision", "shard_size", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
-                  "offload_optimizer", "offload_gradient", "offload_param", "max_unit_numel", "prefetch_nbytes", "hierarchical"):
+    for field in (
+        "stage",
+        "precision",
+        "shard_size",
+        "zero_hpz_partition_size",
+        "zero_quantized_weights",
+        "zero_quantized_gradients",
+        "offload_optimizer",
+        "offload_gradient",
+        "offload_param",
+        "max_unit_numel",
+        "prefetch_nbytes",
+        "hierarchical",
+    ):
         assert getattr(trained, field) == getattr(asked, field), field
     assert (options.batch, options.accumulate) == (layout.sequences, layout.micro_batches)
-    assert options.checkpoints == (layout.checkpointing != "none") and options.partition_activations == (layout.checkpointing == "partitioned")
+    assert options.checkpoints == (layout.checkpointing != "none") and options.partition_activations == (
+        layout.checkpointing == "partitioned"
+    )
     if name == "mesh":
         assert (options.axes.pp, options.axes.dp, options.axes.tp) == (2, 2, 2)
         with pytest.raises(DeepSpeedConfigError, match="data parallelism alone"):
@@ -62,8 +76,20 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
     config = DeepSpeedConfig(str(path), world_size=layout.dp)
     assert config.notes == [] and config.train_batch_size == layout.sequences
     engine = zs.Config(**{key: value for key, value in shard_options(config).items() if key in asked.__dict__})
-    for field in ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "zero_hpz_partition_size", "shard_size",
-                  "gradient_dtype", "max_unit_numel", "prefetch_nbytes", "hierarchical", "zero_quantized_gradients"):
+    for field in (
+        "stage",
+        "precision",
+        "offload_optimizer",
+        "offload_gradient",
+        "offload_param",
+        "zero_hpz_partition_size",
+        "shard_size",
+        "gradient_dtype",
+        "max_unit_numel",
+        "prefetch_nbytes",
+        "hierarchical",
+        "zero_quantized_gradients",
+    ):
         assert getattr(engine, field) == getattr(asked, field), field
 
 
@@ -92,7 +118,9 @@ def test_a_search_is_written_with_its_prediction(tmp_path):
     found = search(profile, Hardware.named("a100-80gb"), 4, 16)
     write_config(found, tmp_path / "plan.json")
     plan = read_plan(tmp_path / "plan.json")
-    assert plan["seq"] == 128 and plan["prediction"]["step_s"] == found.best.step_s and plan["prediction"]["reason"] == found.reason
+    assert (
+        plan["seq"] == 128 and plan["prediction"]["step_s"] == found.best.step_s and plan["prediction"]["reason"] == found.reason
+    )
     assert parse_train(["--config", str(tmp_path / "plan.json")]).seq == 128
 
 
@@ -156,7 +184,9 @@ def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd)
 
 def test_the_engine_refuses_a_plan_for_other_ranks(tmp_path):
     path = written(LAYOUTS["plain"], tmp_path)
-    with pytest.raises(DeepSpeedConfigError, match=r"plan for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size"):
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"plan for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size"
+    ):
         DeepSpeedConfig(str(path), world_size=2)
     given = json.loads(path.read_text())
     del given["train_batch_size"]
@@ -178,5 +208,7 @@ def test_training_says_that_the_plan_is_for_others(tmp_path):
     assert parse_train(["--config", str(path)]).planned_otherwise(4) == ""
     assert "is a plan for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
     path = written(LAYOUTS["mesh"], tmp_path)
-    with pytest.raises(UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"):
+    with pytest.raises(
+        UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"
+    ):
         parse_train(["--config", str(path)]).check_batch(4)

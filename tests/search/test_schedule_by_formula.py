@@ -107,8 +107,14 @@ def test_meshes_hold_and_send_what_the_case_studies_do(study):
     for stage in sorted({0, layout.pp // 2, layout.pp - 1}):
         theory, held = formula(case, stage), memory_of(profile, layout, stage)[Tier.DEVICE]
         assert {name: held[name] for name in STATES} == theory.memory
-        found = {axis: sum(sum(t.nbytes.values()) for t in traces[stage].tasks if t.axis == axis and len(t.nbytes) and not set(t.nbytes) & {
-            Resource.DEVICE, Resource.HOST}) for axis in theory.sent}
+        found = {
+            axis: sum(
+                sum(t.nbytes.values())
+                for t in traces[stage].tasks
+                if t.axis == axis and len(t.nbytes) and not set(t.nbytes) & {Resource.DEVICE, Resource.HOST}
+            )
+            for axis in theory.sent
+        }
         assert found == {axis: pytest.approx(nbytes, rel=1e-6) for axis, nbytes in theory.sent.items()}
 
 
@@ -149,8 +155,14 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
         ours, theirs = (sum(memory_of(each, layout)[Tier.DEVICE].values()) for each in (found, known))
         assert ours == pytest.approx(theirs, rel=0.1)
     for stage in (0, 3):  # how gradients travel is nothing to the model
-        for more in ({"node_size": 2}, {"node_size": 2, "hierarchical": True}, {"node_size": 2, "zero_quantized_gradients": "int8", "micro_batches": 3}):
+        for more in (
+            {"node_size": 2},
+            {"node_size": 2, "hierarchical": True},
+            {"node_size": 2, "zero_quantized_gradients": "int8", "micro_batches": 3},
+        ):
             other = Profile.of_plan(plan(lambda: GPT(SHAPE), **(options | more | {"stage": stage})), 32)
-            assert [(unit.name, unit.numel, unit.flops) for unit in other.units] == [(unit.name, unit.numel, unit.flops) for unit in found.units]
+            assert [(unit.name, unit.numel, unit.flops) for unit in other.units] == [
+                (unit.name, unit.numel, unit.flops) for unit in found.units
+            ]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)

@@ -16,7 +16,9 @@ from zeroshard.simulator.simulate import simulate
 
 TINY = Profile.of_shape(GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4), "tiny")
 SEVEN = Profile.of_shape(GPTConfig(vocab_size=50257, seq_len=1024, dim=4096, layers=36, heads=32, bias=True, tied=True), "7.5B")
-TRILLION = Profile.of_shape(GPTConfig(vocab_size=50257, seq_len=1024, dim=25600, layers=128, heads=256, bias=True, tied=True), "1T")
+TRILLION = Profile.of_shape(
+    GPTConfig(vocab_size=50257, seq_len=1024, dim=25600, layers=128, heads=256, bias=True, tied=True), "1T"
+)
 V100, A100 = Hardware.named("v100-32gb"), Hardware.named("a100-80gb")
 ALONE = {"tp": 1, "pp": 1}
 

@@ -123,8 +123,14 @@ def test_unknown_names_get_the_nearest():
         (lambda t: t.replace("fraction = [1.0]", "fraction = [1.5]"), "fractions above 0 and up to 1"),
         (lambda t: t.replace("fraction = [1.0]", "fraction = [0.5, 1.0]"), "as many fractions"),
         (lambda t: t.replace("[device.efficiency]", "[device.curve]"), "device: unknown key 'curve'"),
-        (lambda t: re.sub("devices_per_node = .*", "devices_per_node = 2.5", t), "devices_per_node: expected a whole number, got 2.5"),
-        (lambda t: re.sub("\nfraction = .*", "\nfraction = 3", t), "device.efficiency: fraction: expected a list of numbers, got 3"),
+        (
+            lambda t: re.sub("devices_per_node = .*", "devices_per_node = 2.5", t),
+            "devices_per_node: expected a whole number, got 2.5",
+        ),
+        (
+            lambda t: re.sub("\nfraction = .*", "\nfraction = 3", t),
+            "device.efficiency: fraction: expected a list of numbers, got 3",
+        ),
         (lambda t: re.sub("\nfraction = .*", "\nfraction = ['a']", t), "efficiency: expected lists of numbers"),
         (lambda t: t.replace("\nfp32 = ", "\nfp23 = "), "peak_flops: .*got 'fp23'. Did you mean 'fp32'"),
         (lambda t: re.sub("^name = .*", "name = 3", t), "name: expected a text, got 3"),

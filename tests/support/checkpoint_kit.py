@@ -1,6 +1,6 @@
 """What the tests of checkpoints share: an odd model, runs that save, runs that load, and what must be equal.
 
-    Saved    what a checkpoint was made of, as every rank saw it then: masters, optimizer states, options of the groups
+Saved    what a checkpoint was made of, as every rank saw it then: masters, optimizer states, options of the groups
 """
 
 from __future__ import annotations
@@ -166,7 +166,9 @@ def build(model: str | nn.Module, optimizer: str = "adamw", seed: int = 0, group
     return zs.shard(module, OPTIMIZERS[optimizer](params), **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, batches: list, after: Callable = lambda: None) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, batches: list, after: Callable = lambda: None
+) -> list[float]:
     """One step for each of batches[step][rank]; the losses."""
     losses = []
     for ranks in batches:

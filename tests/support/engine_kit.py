@@ -25,7 +25,10 @@ class Net(nn.Module):
 def batches(world, gas):
     draw = torch.Generator().manual_seed(7)
     return [
-        [[(torch.randn(BATCH, WIDTH, generator=draw), torch.randn(BATCH, 3, generator=draw)) for _ in range(world)] for _ in range(gas)]
+        [
+            [(torch.randn(BATCH, WIDTH, generator=draw), torch.randn(BATCH, 3, generator=draw)) for _ in range(world)]
+            for _ in range(gas)
+        ]
         for _ in range(STEPS)
     ]
 

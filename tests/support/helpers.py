@@ -112,9 +112,7 @@ def vector_batches(steps: int, micro: int, world_size: int, inputs: int = 5, out
     def draw(width: int) -> Tensor:
         return torch.randn(4, width, generator=generator)
 
-    return [
-        [[(draw(inputs), draw(outputs)) for _ in range(world_size)] for _ in range(micro)] for _ in range(steps)
-    ]
+    return [[[(draw(inputs), draw(outputs)) for _ in range(world_size)] for _ in range(micro)] for _ in range(steps)]
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -352,8 +350,7 @@ def state_differences(got: dict[str, dict[str, object]], expected: dict[str, dic
     found = [f"{name}: only on one side" for name in sorted(got.keys() ^ expected.keys())]
     for name in sorted(got.keys() & expected.keys()):
         tensors = [
-            {key: torch.as_tensor(value) for key, value in side[name].items() if value is not None}
-            for side in (got, expected)
+            {key: torch.as_tensor(value) for key, value in side[name].items() if value is not None} for side in (got, expected)
         ]
         found += [f"{name}.{text}" for text in differences(*tensors)]
     return found

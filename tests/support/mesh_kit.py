@@ -1,10 +1,10 @@
 """Groups of ranks in every way that a test can make them: threads that read each other's memory, and such that can not.
 
-    kind      plain     no groups
-              groups    shard_size=k: HSDP, MiCS
-              states    shard_size=k, replicate_optimizer=False: parameters in groups, states over all ranks
-              hpz       zero_hpz_partition_size=k
-              hosts     the ranks are on hosts of k: found
+kind      plain     no groups
+          groups    shard_size=k: HSDP, MiCS
+          states    shard_size=k, replicate_optimizer=False: parameters in groups, states over all ranks
+          hpz       zero_hpz_partition_size=k
+          hosts     the ranks are on hosts of k: found
 """
 
 from collections.abc import Callable

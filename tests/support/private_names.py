@@ -25,7 +25,8 @@ def private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-ATTRIBUTES = {name for each in _OBJECTS for name in dir(each) if private(name)} | {"_local_tensor", "_spec"}  # a DTensor sets those
+# a DTensor sets those
+ATTRIBUTES = {name for each in _OBJECTS for name in dir(each) if private(name)} | {"_local_tensor", "_spec"}
 
 
 class Use(NamedTuple):

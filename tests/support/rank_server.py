@@ -40,4 +40,3 @@ def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
         exec(arguments[-1], {})
     finally:
         os._exit(0)  # the frames of pytest above this one are not left
-

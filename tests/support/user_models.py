@@ -265,6 +265,7 @@ class Subject:
     @functools.cached_property
     def adapter(self) -> nn.Module:
         """The model with LoRA, whose B is not zero, or A would have no gradient."""
+
         def build() -> nn.Module:
             targets = {"target_parameters": list(self.adapted_parameters)} if self.adapted_parameters else {}
             config = peft.LoraConfig(r=2, target_modules=self.adapted, lora_dropout=0.0, **targets)
@@ -278,6 +279,7 @@ class Subject:
 
     def batches(self, steps: int, micro: int, world_size: int) -> list:
         """batches[step][micro][rank]; a rank's do not depend on how many ranks there are."""
+
         def one(step: int, number: int, rank: int) -> tuple:
             seed = 1 + rank + 10 * number + 100 * step
             return self.draw(torch.Generator().manual_seed(seed), step, number, rank)
@@ -292,7 +294,5 @@ SUBJECTS = {
     "experts": Subject(MixtureOfExperts, few_tokens, adapted=r".*(experts\.\d+\.(0|2)|router)"),
     "t5": Subject(t5, sequences, language_loss, adapted=r".*\.(q|v)|.*encoder\.embed_tokens"),
     "bart": Subject(bart, sequences, language_loss, adapted=r".*(q|v)_proj"),
-    "mixtral": Subject(
-        mixtral, sequences, causal_loss, adapted=r".*q_proj", adapted_parameters=("mlp.experts.gate_up_proj",)
-    ),
+    "mixtral": Subject(mixtral, sequences, causal_loss, adapted=r".*q_proj", adapted_parameters=("mlp.experts.gate_up_proj",)),
 }

@@ -153,7 +153,9 @@ def test_low_precision_and_the_loss_scale(stage, precision):
     base = seeded(OddGPT)
 
     def run(rank):
-        model, optimizer = sharded(base, rank, optimizer=torch.optim.SGD, stage=stage, precision=precision, initial_loss_scale=1024.0)
+        model, optimizer = sharded(
+            base, rank, optimizer=torch.optim.SGD, stage=stage, precision=precision, initial_loss_scale=1024.0
+        )
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=2.0)
         close(norm, nn.utils.clip_grad_norm_(mean_of_gradients(base, BATCHES).parameters(), 0.05), 0.05)
         optimizer.step()
@@ -236,7 +238,9 @@ def test_after_accumulation(stage):
 def test_one_exchange_for_all_norms_of_a_call(monkeypatch):
     labels = []
     exchange = SharedComm.exchange
-    monkeypatch.setattr(SharedComm, "exchange", lambda comm, payload, label: labels.append(label) or exchange(comm, payload, label))
+    monkeypatch.setattr(
+        SharedComm, "exchange", lambda comm, payload, label: labels.append(label) or exchange(comm, payload, label)
+    )
 
     def run(rank):
         model, _ = sharded(seeded(OddGPT), rank, stage=3)
@@ -347,6 +351,7 @@ def test_a_second_clip_after_a_repair_finds_the_norm_anew(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_spoilt_after_a_clip_is_not_stepped_with(stage):
     """A norm that was found finite is not that of what was written since."""
+
     def run(rank):
         model, optimizer = sharded(seeded(OddGPT), rank, optimizer=torch.optim.SGD, stage=stage)
         before = zs.full_state_dict(model)
@@ -365,7 +370,9 @@ def test_a_clip_that_nobody_disturbs_is_remembered(stage, monkeypatch):
     """No second message for what is known."""
     labels = []
     exchange = SharedComm.exchange
-    monkeypatch.setattr(SharedComm, "exchange", lambda comm, payload, label: labels.append(label) or exchange(comm, payload, label))
+    monkeypatch.setattr(
+        SharedComm, "exchange", lambda comm, payload, label: labels.append(label) or exchange(comm, payload, label)
+    )
 
     def run(rank):
         model, optimizer = sharded(seeded(OddGPT), rank, optimizer=torch.optim.SGD, stage=stage)
@@ -403,7 +410,9 @@ def test_a_rank_that_asks_alone_is_told(stage):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    with pytest.raises((CollectiveMismatch, PeerFailed), match=r"norm of the gradient of .*every rank must ask for it.*optimizer step"):
+    with pytest.raises(
+        (CollectiveMismatch, PeerFailed), match=r"norm of the gradient of .*every rank must ask for it.*optimizer step"
+    ):
         run_threads(WORLD, run)
 
 
@@ -420,6 +429,7 @@ def test_a_rank_that_asks_alone_and_is_left_waiting_is_told():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weighted_sums_are_refused_on_every_rank(stage):
     """They are divided by the step: a norm of them would be none of the gradient's. Also where this rank's weight is 0."""
+
     def run(rank):
         model, optimizer = zs.shard(copy.deepcopy(base), None, stage=stage)
         zs.backward(model, model(*BATCHES[rank]), weight=float(rank))

@@ -41,7 +41,9 @@ def assert_slices_equal(model: nn.Module, whole: dict[str, torch.Tensor]) -> Non
 def test_attributes_are_those_of_the_whole_parameter():
     base = seeded(Stack)
     ids = {name: id(param) for name, param in base.named_parameters()}
-    plain = {name: (p.shape, p.numel(), p.dtype, p.device, p.requires_grad, p.ndim, p.stride()) for name, p in base.named_parameters()}
+    plain = {
+        name: (p.shape, p.numel(), p.dtype, p.device, p.requires_grad, p.ndim, p.stride()) for name, p in base.named_parameters()
+    }
     model, _ = zs.shard(base, None, stage=3, comm=FakeComm(1, 3))
     for name, p in model.named_parameters():
         assert (p.shape, p.numel(), p.dtype, p.device, p.requires_grad, p.ndim, p.stride()) == plain[name]
@@ -65,7 +67,9 @@ def test_state_dict_keys_and_full_state_dict():
             same(tensors[name], value, name, 0.0)
 
 
-@pytest.mark.parametrize("options", [{"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}, {"stage": 3, "precision": "bf16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"stage": 2}, {"stage": 3}, {"stage": 3, "map_shared": False}, {"stage": 3, "precision": "bf16"}], ids=str
+)
 def test_load_state_dict_from_whole_tensors(options):
     base, other, batches = seeded(Stack), seeded(Stack, seed=7), normal_batches(2, 2, 4, 7)
 
@@ -324,7 +328,11 @@ def test_a_whole_tensor_may_be_added_into_a_parameter():
     def run(rank):
         model, _ = zs.shard(seeded(Stack), None, stage=3)
         torch.add(torch.ones(7, 7), 1, out=model.first.weight.data)
-        return zs.full_state_dict(model)["first.weight"], bool(model.first.weight.isnan().any()), bool((model.first.weight == 2).all())
+        return (
+            zs.full_state_dict(model)["first.weight"],
+            bool(model.first.weight.isnan().any()),
+            bool((model.first.weight == 2).all()),
+        )
 
     for weight, any_nan, all_two in run_threads(2, run):
         assert (weight == 2).all() and all_two and not any_nan

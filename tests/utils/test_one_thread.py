@@ -59,7 +59,9 @@ def test_a_second_thread_is_refused_by_name_and_the_first_goes_on():
         def outer(self) -> int:
             (refused,) = in_thread("visitor", self.inner)
             assert isinstance(refused, zs.ThreadsMet)
-            assert f"the desk: thread 'visitor' came in while thread '{threading.current_thread().name}' was inside" in str(refused)
+            assert f"the desk: thread 'visitor' came in while thread '{threading.current_thread().name}' was inside" in str(
+                refused
+            )
             return self.inner()  # the same thread may come in again
 
         @one_thread

@@ -49,9 +49,7 @@ leaves = st.one_of(
     st.builds(lambda: nn.Tanh()),
     st.builds(lambda width: nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3)), st.integers(1, 40)),
 )
-trees = st.recursive(
-    leaves, lambda inner: st.builds(Block, st.lists(inner, min_size=1, max_size=3), st.booleans()), max_leaves=8
-)
+trees = st.recursive(leaves, lambda inner: st.builds(Block, st.lists(inner, min_size=1, max_size=3), st.booleans()), max_leaves=8)
 
 
 @st.composite

@@ -138,6 +138,7 @@ def test_b14_a_single_process_says_so_once(capsys, monkeypatch):
 @every_mode
 def test_a_lazy_module_is_named(mode):
     """Parameters, and buffers of one that has no parameters; after a forward it is served, also where it is born sharded."""
+
     def build():
         return nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyBatchNorm1d(affine=False))
 

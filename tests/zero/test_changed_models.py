@@ -133,6 +133,7 @@ def test_a_refused_change_has_done_no_harm(mode, change, tmp_path):
 @every_mode
 def test_the_conversion_of_a_part_is_named(mode):
     """Not the first parameter of its group."""
+
     def run(rank):
         model = seeded(Net)
         zs.shard(model, sgd(model.parameters()), units="model", **mode)

@@ -414,6 +414,7 @@ def test_phases_over_torch_distributed():
 
 def test_units_do_not_wait_for_what_is_frozen():
     """Reductions start inside backward, and the memory of a unit goes when its gradients are there."""
+
     def run(rank):
         model, _ = zs.shard(seeded(Stack), None, stage=3, map_shared=False)
         runtime, started = model._zeroshard, []
@@ -421,7 +422,12 @@ def test_units_do_not_wait_for_what_is_frozen():
         finish = runtime.reductions.finish
         runtime.reductions.finish = lambda *agreed: (started.append(set(runtime.reductions._started)), finish(*agreed))
         model(torch.ones(2, 7)).sum().backward()
-        return started[0], {unit.number for unit in runtime.units if any(spec.name.startswith(("blocks.1", "blocks.2", "last")) for g in unit.groups for spec in g.specs)}  # fmt: skip
+        # fmt: skip
+        return started[0], {
+            unit.number
+            for unit in runtime.units
+            if any(spec.name.startswith(("blocks.1", "blocks.2", "last")) for g in unit.groups for spec in g.specs)
+        }
 
     for started, expected in run_threads(2, run):
         assert expected <= started

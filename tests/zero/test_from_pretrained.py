@@ -192,7 +192,9 @@ def test_one_parameter_that_is_registered_twice_under_init_stays_one():
     same(given.to_local(), expected.detach().reshape(-1)[6:], "slice", 0.0)
 
 
-@pytest.mark.parametrize("value", [torch.arange(16.0).view(4, 4), torch.arange(8.0).view(2, 4), torch.arange(16.0).half().view(4, 4)])
+@pytest.mark.parametrize(
+    "value", [torch.arange(16.0).view(4, 4), torch.arange(8.0).view(2, 4), torch.arange(16.0).half().view(4, 4)]
+)
 def test_data_that_is_assigned_under_init_is_the_value(value):
     """`p.data = value`, whole or computed from the parameter: it was lost."""
     with zs.init(stage=3, comm=FakeComm(1, 2)):

@@ -23,7 +23,7 @@ def test_b17_gathered_reads_computes_and_writes(options):
         model, optimizer = zs.shard(model, adamw(model.parameters()), **options)
         own = {n: id(p) for n, p in model.named_parameters()}
         with zs.gathered(model):
-            assert all(isinstance(p, nn.Parameter) and not hasattr(p, '_home') for p in model.parameters())
+            assert all(isinstance(p, nn.Parameter) and not hasattr(p, "_home") for p in model.parameters())
             values = {n: p.detach().float().clone() for n, p in model.named_parameters()}
             out = model(torch.ones(2, 7))
         with zs.gathered(model.blocks[1], write=True) as block:

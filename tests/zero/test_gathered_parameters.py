@@ -218,6 +218,7 @@ def test_what_is_wrong_is_said_before_anything_changes():
 @every_stage
 def test_frozen_parameters(options):
     """They are gathered and written as others; at rest they can be copied and, where they are whole, pickled."""
+
     def run(rank):
         model = copy.deepcopy(BASE)
         frozen = model.blocks[0].up.bias.requires_grad_(False)

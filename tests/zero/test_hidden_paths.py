@@ -72,11 +72,18 @@ def list_too(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
 
 
 @every_mode
-@pytest.mark.parametrize("units", [pytest.param("leaf", marks=pytest.mark.slow), (Keeps,)], ids=["leaf", "block"])  # leaves: below
+# leaves: below
+@pytest.mark.parametrize("units", [pytest.param("leaf", marks=pytest.mark.slow), (Keeps,)], ids=["leaf", "block"])
 @pytest.mark.parametrize("after", [True, False], ids=["after", "before"])
 @pytest.mark.parametrize(
     ("loss", "kind"),
-    [(attribute_too, "matrix"), (attribute_too, "scale"), (attribute_too, "norm"), (attribute_alone, "matrix"), (list_too, "norm")],
+    [
+        (attribute_too, "matrix"),
+        (attribute_too, "scale"),
+        (attribute_too, "norm"),
+        (attribute_alone, "matrix"),
+        (list_too, "norm"),
+    ],
 )
 def test_a_loss_that_a_module_keeps(mode, units, after, kind, loss):
     """Backward may reach it before any output of the module: the unit must be there."""
@@ -86,6 +93,7 @@ def test_a_loss_that_a_module_keeps(mode, units, after, kind, loss):
 @pytest.mark.parametrize("loss", [attribute_too, list_too])
 def test_nothing_stays_gathered_for_a_loss_that_a_module_keeps(loss):
     """Backward gathers the unit when it comes to it."""
+
     def run(rank):
         model, _ = zs.shard(seeded(Keeping, "norm", True), None, units=(Keeps,), overlap=False, **RELEASED)
         runtime = runtime_of(model)
@@ -204,6 +212,7 @@ class Averages(nn.Module):
 )
 def test_a_forward_that_writes_into_its_unit_is_refused(mapped, build, data, name):
     """It would be lost, or applied once for every rank."""
+
     def run(rank):
         model, _ = zs.shard(seeded(build), None, stage=3, map_shared=mapped, units="model")
         with pytest.raises(zs.ShardedWriteError, match=rf"{name}: written in place inside a forward.*no_grad"):
@@ -280,6 +289,7 @@ def test_a_rank_that_steps_without_a_backward_is_told():
 
 def test_dropped_layers_with_parameters_on_disk(tmp_path):
     """All ranks do the same, their disks are never equally fast: nothing that only one has begun may be waited for."""
+
     class Drops(Stack):
         def forward(self, x: Tensor, left_out: tuple[int, ...]) -> Tensor:
             x = self.first(x)
@@ -289,7 +299,13 @@ def test_dropped_layers_with_parameters_on_disk(tmp_path):
 
     plans = [(), (), (), (1,), (0, 2), (), (0, 1, 2), ()]
     batches = [[(x, plan) for (x,) in row] for row, plan in zip(normal_batches(len(plans), 2, 4, DIM), plans, strict=True)]
-    check(Case(seeded(Drops), batches, square, optimizer=sgd), stage=3, units="leaf", offload_param="nvme", offload_path=str(tmp_path))
+    check(
+        Case(seeded(Drops), batches, square, optimizer=sgd),
+        stage=3,
+        units="leaf",
+        offload_param="nvme",
+        offload_path=str(tmp_path),
+    )
 
 
 def test_forwards_without_backward_take_no_more_and_more_memory(monkeypatch):
@@ -348,7 +364,11 @@ def test_torch_func_on_released_parameters_is_refused():
     def run(rank):
         model, _ = zs.shard(seeded(Block, DIM), None, **RELEASED)
         wanted = model(x)
-        for attempt in (lambda: torch.func.vjp(model, x), lambda: torch.func.jvp(model, (x,), (x,)), lambda: torch.func.jacrev(model)(x[0])):
+        for attempt in (
+            lambda: torch.func.vjp(model, x),
+            lambda: torch.func.jvp(model, (x,), (x,)),
+            lambda: torch.func.jacrev(model)(x[0]),
+        ):
             with pytest.raises(zs.ShardedAccessError, match="torch.func.*zs.gathered"):
                 attempt()
             same(model(x), wanted, "output after it", 0.0)

@@ -108,7 +108,9 @@ def test_built_on_meta_equals_one_process_bit_for_bit(build):
         assert_slices_equal(model, base)
 
 
-@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 3, "map_shared": False}, {"stage": 3, "precision": "bf16"}, {"stage": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"stage": 3}, {"stage": 3, "map_shared": False}, {"stage": 3, "precision": "bf16"}, {"stage": 1}], ids=str
+)
 @pytest.mark.parametrize("build", [Stack, Language], **named)
 def test_born_sharded_models_train_like_others(options, build):
     """Constant values here (threads share the generator): the cut at birth and that of the units differ."""
@@ -168,7 +170,11 @@ def test_init_and_shard_of_different_worlds_are_told_apart():
 
 def stored(folder, model, files: int = 1, dtype=None, drop=(), change=None):
     """The model's state in `files` safetensors files with an index, as Hugging Face writes it."""
-    state = {n: (t.to(dtype) if dtype and t.is_floating_point() else t).contiguous().clone() for n, t in model.state_dict().items() if n not in drop}
+    state = {
+        n: (t.to(dtype) if dtype and t.is_floating_point() else t).contiguous().clone()
+        for n, t in model.state_dict().items()
+        if n not in drop
+    }
     state |= change or {}
     names = list(state)
     index = {}
@@ -342,7 +348,12 @@ def test_an_initialisation_reads_whole_values():
             layer = nn.Linear(4, 3)
             with torch.no_grad():
                 layer.weight.copy_(values)
-                found = [layer.weight @ torch.ones(4), torch.linalg.matrix_norm(layer.weight), layer.weight.full_tensor(), layer.weight.sum(0)]
+                found = [
+                    layer.weight @ torch.ones(4),
+                    torch.linalg.matrix_norm(layer.weight),
+                    layer.weight.full_tensor(),
+                    layer.weight.sum(0),
+                ]
                 layer.weight.add_(1.0)
                 with pytest.raises(zs.ShardedWriteError):
                     layer.weight.t_()

@@ -53,6 +53,7 @@ def test_on_one_rank_only(mode):
 @every_stage
 def test_one_step_is_one_reduction_and_one_more_for_what_was_late(mode):
     """Counted: every nested backward does not end the step's."""
+
     def run(rank):
         model, _ = zs.shard(seeded(Again), None, units=(Block,), **mode)
         square(model, (torch.ones(2, DIM),)).backward()

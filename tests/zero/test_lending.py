@@ -50,7 +50,9 @@ def test_low_precision_trains(precision):
 
     def run(rank):
         model = copy.deepcopy(start)
-        model, optimizer = zs.shard(model, torch.optim.Adam(model.parameters(), 1e-2), units="leaf", precision=precision, **RELEASED)
+        model, optimizer = zs.shard(
+            model, torch.optim.Adam(model.parameters(), 1e-2), units="leaf", precision=precision, **RELEASED
+        )
         losses = []
         for _ in range(20):
             losses.append(model(tokens, tokens))

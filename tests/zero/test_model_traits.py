@@ -92,7 +92,9 @@ def test_c11_lora(mode):
 
 
 @every_mode
-@pytest.mark.parametrize("frozen", [("blocks.0", "first"), ("blocks.1",), ("blocks.1.up", "blocks.2.norm"), ("last", "blocks.2")], ids=str)
+@pytest.mark.parametrize(
+    "frozen", [("blocks.0", "first"), ("blocks.1",), ("blocks.1.up", "blocks.2.norm"), ("last", "blocks.2")], ids=str
+)
 def test_frozen_parameters(mode, frozen):
     model = seeded(Stack)
     for name, param in model.named_parameters():

@@ -75,7 +75,11 @@ def as_bytes():
 
 
 PLACES = {
-    **{f"stage {stage}, {precision}": {"stage": stage, "precision": precision} for stage in range(4) for precision in ("bf16", "fp16", "fp32")},
+    **{
+        f"stage {stage}, {precision}": {"stage": stage, "precision": precision}
+        for stage in range(4)
+        for precision in ("bf16", "fp16", "fp32")
+    },
     "packed": {"stage": 3, "precision": "bf16", "zero_quantized_weights": True},
     "host": {"stage": 3, "precision": "bf16", "on": ("cpu", "none", "cpu")},
     "disk": {"stage": 3, "precision": "bf16", "on": ("nvme", "none", "nvme")},
@@ -118,7 +122,11 @@ def test_scales_are_not_rounded_where_they_are_named():
         zs.shard(model, optimizer, stage=3, precision="bf16", dtypes={"*.weight": torch.bfloat16, "1.scale": "fp32"})
         with zs.gathered(model):
             assert model[0].weight.dtype == torch.bfloat16  # it was named
-            assert (model[1].scale.dtype, model[1].bias.dtype, model[0].scale.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
+            assert (model[1].scale.dtype, model[1].bias.dtype, model[0].scale.dtype) == (
+                torch.float32,
+                torch.bfloat16,
+                torch.bfloat16,
+            )
         zs.close(model)
 
     run_threads(2, run)
@@ -173,7 +181,9 @@ def test_they_are_saved_loaded_and_exported(dtype, tmp_path):
         zs.save(tmp_path / "at", model, optimizer, trained_only=False)
         zs.save_safetensors(model, tmp_path / "whole.safetensors", dtype=torch.bfloat16)
         for batch in zs.stream_full_tensors(model, dtype=torch.bfloat16):
-            assert all(value.dtype == (dtype if name.endswith(("weight", "table")) else value.dtype) for name, value in batch.items())
+            assert all(
+                value.dtype == (dtype if name.endswith(("weight", "table")) else value.dtype) for name, value in batch.items()
+            )
         zs.close(model)
 
     def load(rank, stage, path):
@@ -220,7 +230,10 @@ def test_they_go_through_the_drop_in(tmp_path):
 
 def test_every_dtype_of_safetensors_that_torch_has_is_read(tmp_path):
     """As the format's own library writes them; F4 counts half bytes there, and pairs of them in torch."""
-    given = {kind: torch.arange(16, dtype=torch.uint8).remainder(2).view(2, 8).view(dtype) for kind, dtype in SAFETENSORS_DTYPES.items()}
+    given = {
+        kind: torch.arange(16, dtype=torch.uint8).remainder(2).view(2, 8).view(dtype)
+        for kind, dtype in SAFETENSORS_DTYPES.items()
+    }
     safetensors.torch.save_file(given, tmp_path / "all.safetensors")
     (length,) = struct.unpack("<Q", (tmp_path / "all.safetensors").read_bytes()[:8])
     header = json.loads((tmp_path / "all.safetensors").read_bytes()[8 : 8 + length])
@@ -245,7 +258,9 @@ def test_every_dtype_of_safetensors_that_torch_has_is_read(tmp_path):
     zs.close(model)
 
 
-@pytest.mark.parametrize("kind, words", [("F6_E2M3", "which torch has no dtype for"), ("X9", "which is none of the format's dtypes")])
+@pytest.mark.parametrize(
+    "kind, words", [("F6_E2M3", "which torch has no dtype for"), ("X9", "which is none of the format's dtypes")]
+)
 def test_a_dtype_that_torch_has_not_is_refused_by_name(kind, words, tmp_path):
     header = json.dumps({"0.weight": {"dtype": kind, "shape": [4], "data_offsets": [0, 3]}}).encode()
     (tmp_path / "six.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0\0")

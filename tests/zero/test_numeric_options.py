@@ -45,7 +45,12 @@ OTHERS = {
 
 
 def rows(table, *, but=()):
-    return [pytest.param(name, given, given in taken, id=f"{name}-{given}") for name, taken in table.items() for given in GIVEN if given not in but]
+    return [
+        pytest.param(name, given, given in taken, id=f"{name}-{given}")
+        for name, taken in table.items()
+        for given in GIVEN
+        if given not in but
+    ]
 
 
 def check(act, name, taken):
@@ -80,7 +85,9 @@ def test_shard(name, given, taken):
 
     def act():
         model = seeded(MLP)
-        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), **{"stage": 2, **offload, **precision, name: GIVEN[given]})
+        model, optimizer = zs.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), **{"stage": 2, **offload, **precision, name: GIVEN[given]}
+        )
         before = zs.full_state_dict(model)
         for _ in range(2):
             model(*BATCH).backward()
@@ -102,6 +109,7 @@ def test_offload(name, given, taken):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_max_grad_norm_of_0_never_clips(stage):
     """As in DeepSpeed and Trainer. zs.clip_grad_norm_(model, 0) makes zeros, as torch's function does."""
+
     def trained(**options):
         model = seeded(MLP)
         model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, **options)
@@ -126,9 +134,18 @@ def test_numbers_as_others_write_them():
     """DeepSpeed's 5e8 in JSON is a float; numpy's are numbers."""
     import numpy
 
-    config = zs.Config(prefetch_bucket_size=5e8, max_live_parameters=1e9, max_grad_norm=numpy.float32(0.5), min_unit_numel=numpy.int64(3))
+    config = zs.Config(
+        prefetch_bucket_size=5e8, max_live_parameters=1e9, max_grad_norm=numpy.float32(0.5), min_unit_numel=numpy.int64(3)
+    )
     assert config.prefetch_limit_nbytes == 2e9
-    for name in ("prefetch_nbytes", "max_live_parameters", "max_unit_numel", "min_unit_numel", "delayed_update", "prefetch_bucket_size"):
+    for name in (
+        "prefetch_nbytes",
+        "max_live_parameters",
+        "max_unit_numel",
+        "min_unit_numel",
+        "delayed_update",
+        "prefetch_bucket_size",
+    ):
         with pytest.raises(zs.ConfigError, match=f"{name}: expected a whole number"):
             zs.Config(offload_optimizer="cpu", **{name: 0.5})
     for seconds in (2e6 + 1, 1e300):
@@ -158,7 +175,12 @@ def other(name, value, path):
         return zs.clip_grad_norm_(model, value)
     if verb == "forecast":
         return zs.forecast(model, lambda: model(*BATCH), accumulate=value)
-    saved = zs.save(path / "saved", model, optimizer, **({} if verb == "export" else {option: value, **({"keep_last": 1} if option == "keep_every" else {})}))
+    saved = zs.save(
+        path / "saved",
+        model,
+        optimizer,
+        **({} if verb == "export" else {option: value, **({"keep_last": 1} if option == "keep_every" else {})}),
+    )
     if verb == "export":
         return zs.export(saved.path, path / "out", max_shard_nbytes=value)
     return saved
@@ -184,7 +206,9 @@ ON_THE_LINE = {"0": "0", "-1": "-1", "nan": "nan", "inf": "inf", "half": "0.5", 
 
 
 def test_the_table_has_every_numeric_option_of_train():
-    assert {f.name for f in dataclasses.fields(TrainOptions) if f.metadata.get("type", str.lower) is not str.lower} == TRAIN.keys()
+    assert {
+        f.name for f in dataclasses.fields(TrainOptions) if f.metadata.get("type", str.lower) is not str.lower
+    } == TRAIN.keys()
 
 
 @pytest.mark.parametrize(("name", "given", "taken"), rows(TRAIN, but=("bool", "list")))
@@ -199,7 +223,9 @@ def test_train(name, given, taken):
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf"])
-@pytest.mark.parametrize("name", ["steps", "ranks", "sequences", "rounds", "dim", "heads", "layers", "vocab-size", "seq-len", "largest-seconds"])
+@pytest.mark.parametrize(
+    "name", ["steps", "ranks", "sequences", "rounds", "dim", "heads", "layers", "vocab-size", "seq-len", "largest-seconds"]
+)
 def test_bench(name, given):
     if (name, given) == ("largest-seconds", "0"):
         return

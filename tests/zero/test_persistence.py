@@ -58,7 +58,9 @@ def _with_frozen(rank, threshold, comm=None):
 def _over_torch_distributed(rank, world_size):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    comms = [DistComm(None, torch.device("cpu"), 30.0, ordered=o, streams=RecordingStreams() if o else None) for o in (False, True)]
+    comms = [
+        DistComm(None, torch.device("cpu"), 30.0, ordered=o, streams=RecordingStreams() if o else None) for o in (False, True)
+    ]
     return [_with_frozen(rank, SMALL, comm) for comm in comms]
 
 
@@ -73,10 +75,16 @@ def test_frozen_parameters_on_shared_memory_and_over_torch_distributed():
 @pytest.mark.parametrize("more", [{"zero_hpz_partition_size": 2}, {"zero_quantized_weights": "int8"}, {"shard_size": 2}], ids=str)
 def test_small_parameters_beside_secondary_shards_and_packed_ones(more):
     """What travels for the large ones is as ever, and all ranks have the same small ones."""
+
     def run(rank, threshold):
         model = copy.deepcopy(MODEL)
         model, optimizer = zs.shard(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3, map_shared=False, param_persistence_threshold=threshold, **more
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            stage=3,
+            map_shared=False,
+            param_persistence_threshold=threshold,
+            **more,
         )
         for micros in token_batches(2, 1, 4):
             model(*micros[0][rank]).backward()
@@ -133,7 +141,9 @@ def test_they_are_counted(tmp_path):
     small = [p.numel() for p in MODEL.parameters() if p.numel() <= SMALL]
     total = sum(p.numel() for p in MODEL.parameters())
     told = f"{len(small)} of 15 parameters ({sum(small)} elements) stay whole on every rank"
-    assert any(note.startswith(told) for note in report.deviations) and not any("stay whole" in note for note in without.deviations)
+    assert any(note.startswith(told) for note in report.deviations) and not any(
+        "stay whole" in note for note in without.deviations
+    )
     whole, cut = 4 * sum(small), 4 * (total - sum(small))
     assert report.formula["parameters"] == whole + cut // WORLD and without.formula["parameters"] == 4 * total // WORLD
     assert sum(gathered) < sum(all_gathered)

@@ -111,9 +111,7 @@ def norms_in_fp32(model: nn.Module) -> None:
 @MODES
 @pytest.mark.parametrize("units", ["auto", "leaf", "model"])
 def test_some_modules_may_keep_a_dtype_of_their_own(micro, local_sums, units):
-    compare(
-        task(micro, local_sums), "bf16", Rounding(prepare=norms_in_fp32), dtypes={"LayerNorm": torch.float32}, units=units
-    )
+    compare(task(micro, local_sums), "bf16", Rounding(prepare=norms_in_fp32), dtypes={"LayerNorm": torch.float32}, units=units)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -219,7 +217,9 @@ def test_the_dynamic_loss_scale_finds_its_place(stage):
             for master, param in zip(masters.parameters(), model.parameters(), strict=True):
                 param.copy_(master)
     for other, weights in results:
-        assert [(r.skipped, r.loss_scale, r.nonfinite) for r in other] == [(r.skipped, r.loss_scale, r.nonfinite) for r in records]
+        assert [(r.skipped, r.loss_scale, r.nonfinite) for r in other] == [
+            (r.skipped, r.loss_scale, r.nonfinite) for r in records
+        ]
         assert not differences(weights, masters.state_dict())
 
 

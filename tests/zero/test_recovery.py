@@ -124,6 +124,7 @@ def trained(fail: Callable | None, then: Callable, folder: str, mode: tuple) -> 
 @every_mode
 def test_gradients_that_went_with_a_failed_backward(mode):
     """Those of the backwards before it are gone, too: a step is refused on every rank until zero_grad."""
+
     def run(rank):
         model = build()
         model, optimizer = zs.shard(model, sgd(model.parameters()), units=(Block,), **mode)
@@ -170,6 +171,7 @@ def weighted(model: nn.Module, number: int, rank: int, weight: float) -> None:
 @pytest.mark.parametrize("train", [plainly, weighted])
 def test_a_batch_that_is_given_up_leaves_nothing(train, options, give_up, stage):
     """Neither its norm nor its weight: steps are as without it."""
+
     def run(rank, gives_up):
         model = build()
         model, optimizer = zs.shard(model, sgd(model.parameters()), stage=stage, **options)
@@ -299,6 +301,7 @@ def test_data_takes_what_was_computed_from_it(mode, write):
 @pytest.mark.parametrize("held", ["loss", "reference", None])
 def test_optimizer_states_come_along_where_parameters_are_replaced(mode, held):
     """Whatever keeps torch from exchanging a parameter's object: a graph that lives, a weak reference."""
+
     def run(rank, held):
         model = build()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -357,6 +360,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("write", [a_step, in_place, a_load, a_gathered_write, zs.load], ids=lambda f: f.__name__)
 def test_a_backward_of_values_that_are_no_more_is_refused(mode, write, saved):
     """As in torch, where saved tensors count their writes. The next forward and backward are right."""
+
     def run(rank):
         model = build()
         model, optimizer = zs.shard(model, sgd(model.parameters()), units=(Block,), **mode)
@@ -404,6 +408,7 @@ def test_data_of_a_gradient_takes_what_is_assigned(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_hook_that_assigns_the_local_gradient(stage):
     """Registered before zs.shard, it sees what this rank is about to send, and may put something else in its place."""
+
     def run(rank):
         model = build()
 

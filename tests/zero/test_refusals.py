@@ -68,7 +68,9 @@ def test_computing_with_a_parameter_outside_of_a_forward():
 
     def task(model: nn.Module, _: object) -> None:
         weight = model.first.weight
-        with pytest.raises(zs.ShardedAccessError, match=r"first.weight.*in the model's forward, or with `p.full_tensor\(\)`.*no_grad"):
+        with pytest.raises(
+            zs.ShardedAccessError, match=r"first.weight.*in the model's forward, or with `p.full_tensor\(\)`.*no_grad"
+        ):
             weight.pow(2).sum()
         (square(model, (X,)) + weight.full_tensor().pow(2).sum()).backward()
         same_gradients(model, wanted)
@@ -85,7 +87,9 @@ def test_computing_with_values_alone():
     def task(model: nn.Module, _: object) -> None:
         weight, expected = model.first.weight, BASE.first.weight.detach().t() @ torch.ones(DIM)
         with torch.no_grad():
-            with pytest.raises(zs.ShardedAccessError, match=r"in the model's forward, run it inside .* or take `p.full_tensor\(\)`, on all"):
+            with pytest.raises(
+                zs.ShardedAccessError, match=r"in the model's forward, run it inside .* or take `p.full_tensor\(\)`, on all"
+            ):
                 weight.t() @ torch.ones(DIM)
             same(weight.full_tensor().t() @ torch.ones(DIM), expected, "full_tensor", 0.0)
         with zs.gathered(model):
@@ -99,7 +103,9 @@ def test_the_norm_of_a_parameter():
 
     def task(model: nn.Module, _: object) -> None:
         weight = model.first.weight
-        with pytest.raises(zs.ShardedAccessError, match=r"that of `p.full_tensor\(\)`, on all ranks, or ask for it under torch.no_grad"):
+        with pytest.raises(
+            zs.ShardedAccessError, match=r"that of `p.full_tensor\(\)`, on all ranks, or ask for it under torch.no_grad"
+        ):
             weight.norm()
         weight.full_tensor().norm().backward()
         same_gradients(model, wanted)
@@ -120,6 +126,7 @@ def test_computing_with_a_gradient(stage):
         same(model.first.weight.grad.full_tensor().cumsum(0), wanted.cumsum(0), "full_tensor", 1e-6)
         same(zs.full_gradients(model)["first.weight"].cumsum(0), wanted.cumsum(0), "full_gradients", 1e-6)
         same(model.first.weight.grad.sum(0), wanted.sum(0), "read at rest", 1e-6)
+
     on_ranks(task, stage=stage)
 
 
@@ -145,12 +152,16 @@ def test_a_backward_inside_of_gathered(stage):
     wanted = one_process(lambda model: square(model, (X,)) + model.first.weight.pow(2).sum())
 
     def task(model: nn.Module, _: object) -> None:
-        with pytest.raises(zs.ShardedWriteError, match=r"given a gradient inside.*forward and backward outside, on `p.full_tensor\(\)`"):
+        with pytest.raises(
+            zs.ShardedWriteError, match=r"given a gradient inside.*forward and backward outside, on `p.full_tensor\(\)`"
+        ):
             with zs.gathered(model):
                 (square(model, (X,)) + model.first.weight.pow(2).sum()).backward()
         with zs.gathered(model):
             late = model.first.weight.pow(2).sum()
-        with pytest.raises(zs.ShardedAccessError, match=r"in the model's forward, or outside of zs.gathered with `p.full_tensor\(\)`"):
+        with pytest.raises(
+            zs.ShardedAccessError, match=r"in the model's forward, or outside of zs.gathered with `p.full_tensor\(\)`"
+        ):
             late.backward()
         (square(model, (X,)) + model.first.weight.full_tensor().pow(2).sum()).backward()
         same_gradients(model, wanted)
@@ -166,7 +177,9 @@ def test_a_parameter_that_was_kept():
         model.blocks[0].up.register_forward_hook(lambda module, args, output: mine.append(module.weight))
         model.blocks[0].up.register_forward_hook(lambda module, args, output: kept.append(module.weight.pow(2).sum().detach()))
         square(model, (X,)).backward()
-        with pytest.raises(zs.ShardedAccessError, match=r"inside the forward, or take that of the module whole: `module.weight.full_tensor\(\)`"):
+        with pytest.raises(
+            zs.ShardedAccessError, match=r"inside the forward, or take that of the module whole: `module.weight.full_tensor\(\)`"
+        ):
             mine[0].pow(2).sum()
         value = BASE.blocks[0].up.weight.detach().pow(2).sum()
         same(model.blocks[0].up.weight.full_tensor().pow(2).sum().detach(), value, "whole", 1e-6)
@@ -233,7 +246,9 @@ def test_a_gradient_while_sums_are_held_back(stage):
         for _ in range(2):
             with zs.accumulate(model):
                 square(model, (X,)).backward()
-            with pytest.raises(zs.ShardedAccessError, match=r"Run the last backward outside .* or take zs.full_gradients\(model\)"):
+            with pytest.raises(
+                zs.ShardedAccessError, match=r"Run the last backward outside .* or take zs.full_gradients\(model\)"
+            ):
                 model.first.weight.grad  # noqa: B018
             square(model, (X,)).backward()
             same(model.first.weight.grad.full_tensor(), wanted, "the last outside", 1e-6)
@@ -293,7 +308,9 @@ def test_a_scaler_of_torch(stage):
 
     def run(rank: int) -> dict[str, Tensor]:
         model = copy.deepcopy(BASE)
-        model, optimizer = zs.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision="fp16", loss_scale=64.0)
+        model, optimizer = zs.shard(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, precision="fp16", loss_scale=64.0
+        )
         for _ in range(3):
             square(model, (X,)).backward()
             optimizer.step()
@@ -324,7 +341,10 @@ def test_changes_that_want_the_model_closed(stage):
 
     base = copy.deepcopy(BASE)
     base.first.weight.requires_grad_(False)
-    for change, message in ((unfrozen, "frozen at zs.shard.*unfreeze it, and zs.shard.. again"), (replaced, "replaced.*zs.shard.. it again")):
+    for change, message in (
+        (unfrozen, "frozen at zs.shard.*unfreeze it, and zs.shard.. again"),
+        (replaced, "replaced.*zs.shard.. it again"),
+    ):
         plain = copy.deepcopy(base)
         change(plain)
         square(plain, (X,)).backward()

@@ -239,7 +239,10 @@ def gathered_nbytes(model: nn.Module) -> int:
 
 def test_users_hooks_around_a_model_see_activations_alone():
     """Parameters are not offloaded, and count as what they are: gathered for backward."""
-    plain, x = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))), torch.ones(2, DIM, requires_grad=True)
+    plain, x = (
+        seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))),
+        torch.ones(2, DIM, requires_grad=True),
+    )
 
     def run(rank):
         model, seen = sharded(plain), []
@@ -254,7 +257,10 @@ def test_users_hooks_around_a_model_see_activations_alone():
 
 
 def test_several_backwards_of_a_backward():
-    plain, x = seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))), torch.ones(2, DIM, requires_grad=True)
+    plain, x = (
+        seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, 1))),
+        torch.ones(2, DIM, requires_grad=True),
+    )
 
     def inputs_gradients(model: nn.Module) -> list[Tensor]:
         (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
@@ -366,6 +372,7 @@ def test_what_a_frozen_block_adds_to_a_list_that_it_is_given_counts(options):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_a_model_adds_to_a_list_of_fp32_tensors_counts_in_bf16(stage):
     """So it is where inputs are cast."""
+
     def run(rank):
         model, _ = zs.shard(seeded(Appends), None, stage=stage, precision="bf16")
         first = torch.ones((), requires_grad=True)

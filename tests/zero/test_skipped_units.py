@@ -80,7 +80,9 @@ def train(rank: int, case: str, frozen: bool, **options: Any) -> tuple[dict, lis
     model = copy.deepcopy(CASES[case][0])
     if frozen:
         next(model.children()).requires_grad_(False)
-    model, optimizer = zs.shard(model, sgd([p for p in model.parameters() if p.requires_grad]), stage=3, units=UNITS[case], **options)
+    model, optimizer = zs.shard(
+        model, sgd([p for p in model.parameters() if p.requires_grad]), stage=3, units=UNITS[case], **options
+    )
     for step in range(STEPS):
         for micro in range(2):
             model(*CASES[case][1](step, micro, rank)).backward()
@@ -103,7 +105,9 @@ def reference(case: str, frozen: bool) -> dict:
     return model.state_dict()
 
 
-RUNS = [(case, frozen, name) for case in CASES for name in OPTIONS for frozen in ((False, True) if case == "text only" else (False,))]
+RUNS = [
+    (case, frozen, name) for case in CASES for name in OPTIONS for frozen in ((False, True) if case == "text only" else (False,))
+]
 
 
 def _all(rank: int, world_size: int) -> dict:

@@ -100,7 +100,9 @@ def test_an_optimizer_in_backward_is_refused_and_the_remedy_trains(stage, given)
         before = [(id(param), type(param), param.detach().clone()) for param in params]
         in_a_closure(params)
         optimizer = sgd(params) if given else None
-        with pytest.raises(zs.ConfigError, match=r"first.weight.*and 19 more.*optimizer of its own \(SGD\).*give zs.shard one optimizer"):
+        with pytest.raises(
+            zs.ConfigError, match=r"first.weight.*and 19 more.*optimizer of its own \(SGD\).*give zs.shard one optimizer"
+        ):
             zs.shard(model, optimizer, stage=stage)
         for param, (identity, cls, value) in zip(model.parameters(), before, strict=True):
             assert (id(param), type(param)) == (identity, cls) and torch.equal(param, value)
@@ -134,7 +136,9 @@ def test_after_zs_shard_it_is_refused_where_it_is_registered(stage):
     def run(rank: int) -> None:
         model, _ = zs.shard(copy.deepcopy(BASE), None, stage=stage)
         optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
-        with pytest.raises(zs.ConfigError, match=r"last.bias: this hook steps an optimizer of its own \(SGD\).*give zs.shard one optimizer"):
+        with pytest.raises(
+            zs.ConfigError, match=r"last.bias: this hook steps an optimizer of its own \(SGD\).*give zs.shard one optimizer"
+        ):
             model.last.bias.register_post_accumulate_grad_hook(lambda param: optimizers[param].step())
         square(model, BATCHES[0][rank]).backward()
 
@@ -151,7 +155,9 @@ def test_an_optimizer_that_hooks_may_look_at(stage):
         wrapper = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
         wrapper.__dict__.update(optimizer.__dict__)
         for rates in (optimizer, wrapper, elsewhere):
-            model.last.bias.register_post_accumulate_grad_hook(lambda param, rates=rates: seen.append(rates.param_groups[0]["lr"]))
+            model.last.bias.register_post_accumulate_grad_hook(
+                lambda param, rates=rates: seen.append(rates.param_groups[0]["lr"])
+            )
         model, optimizer = zs.shard(model, optimizer, stage=stage)
         model.first.bias.register_post_accumulate_grad_hook(lambda param: seen.append(optimizer.param_groups[0]["lr"]))
         square(model, BATCHES[0][rank]).backward()
@@ -224,7 +230,9 @@ def test_a_hook_that_writes_the_parameter_is_told(stage):
         hook: Callable = lambda param: globals()["BY_" + "NAME"][param].step()  # noqa: E731
         model.last.bias.register_post_accumulate_grad_hook(hook)
         model, _ = zs.shard(model, None, stage=stage, map_shared=False)
-        with pytest.raises(zs.ShardedWriteError, match="last.bias: a hook has written it in backward.*give zs.shard one optimizer"):
+        with pytest.raises(
+            zs.ShardedWriteError, match="last.bias: a hook has written it in backward.*give zs.shard one optimizer"
+        ):
             square(model, BATCHES[0][rank]).backward()
         zs.close(model)
 
@@ -235,7 +243,9 @@ def test_a_hook_that_writes_the_parameter_is_told(stage):
 def test_torch_keeps_hooks_where_they_are_looked_for():
     """Private: without these tables hooks of a program would be lost when a parameter is sharded."""
     for table in HOOK_TABLES:
-        assert hasattr(torch.Tensor, table), f"torch.Tensor has no {table}: where does it keep hooks now? See utils/torch_compat.py"
+        assert hasattr(torch.Tensor, table), (
+            f"torch.Tensor has no {table}: where does it keep hooks now? See utils/torch_compat.py"
+        )
     one, other, seen = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2)), []
     assert not has_hooks(one) and post_accumulate_hooks(one) == {}
     handle = one.register_post_accumulate_grad_hook(lambda param: seen.append(param))

@@ -18,7 +18,9 @@ REPLICATED = (0, 1, 2)
 def ready(rank, stage, base=None, world=2, **options):
     """A model with gradients for a step."""
     model = base or seeded(OddGPT)
-    model, optimizer = zs.shard(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), stage=stage, **options)
+    model, optimizer = zs.shard(
+        model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), stage=stage, **options
+    )
     model(*BATCHES[rank]).backward()
     return model, optimizer
 
@@ -27,6 +29,7 @@ def ready(rank, stage, base=None, world=2, **options):
 @pytest.mark.parametrize("when", ["step", "clip", "save"])
 def test_ranks_that_write_different_values_are_told(stage, when, tmp_path):
     """The parameters and the ranks are named on every rank, nothing has changed, and who writes the same may go on."""
+
     def run(rank):
         model, optimizer = ready(rank, stage)
         with torch.no_grad():
@@ -34,7 +37,8 @@ def test_ranks_that_write_different_values_are_told(stage, when, tmp_path):
             model.norm.bias.fill_(rank)
             model.head.weight.mul_(0.5)  # alike
         act = {
-            "step": optimizer.step, "clip": lambda: zs.clip_grad_norm_(model, 1.0),
+            "step": optimizer.step,
+            "clip": lambda: zs.clip_grad_norm_(model, 1.0),
             "save": lambda: zs.save(str(tmp_path / "saved"), model, optimizer),
         }[when]
         before = copy.deepcopy([p.detach() for p in model.parameters()])
@@ -73,6 +77,7 @@ def test_one_rank_that_writes_alone(stage):
 @pytest.mark.parametrize("stage", REPLICATED)
 def test_a_rank_may_write_what_the_others_have(stage):
     """Broadcasts, by hand or by torch.distributed: some ranks' counters move, the values are the same."""
+
     def run(rank):
         model, optimizer = ready(rank, stage)
         if rank == 1:
@@ -168,6 +173,7 @@ class Renormalises(nn.Module):
 @pytest.mark.parametrize("stage", REPLICATED)
 def test_a_forward_that_writes_what_its_batch_asks_for(stage):
     """Under DDP each rank would keep its own rows for good."""
+
     def run(rank):
         model = seeded(Renormalises)
         with torch.no_grad():
@@ -185,6 +191,7 @@ def test_a_forward_that_writes_what_its_batch_asks_for(stage):
 
 def test_at_stage_3_a_write_is_of_the_whole():
     """Each rank writes its slice of the same parameter, and all see the result: there is nothing to compare."""
+
     def run(rank):
         model, optimizer = zs.shard(seeded(MLP), None, stage=3)
         assert model._zeroshard.values.fingerprint() == 0 and not model._zeroshard.values._groups

@@ -204,9 +204,7 @@ def _make_store(model: nn.Module, options: Options) -> Store:
     streams = comm.streams if comm is not None else _streams_of(model, device)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0 if comm is None else comm.rank
     place = _place(options, device, streams, ledger, rank)
-    return Store(
-        model, place, comm, ledger, options.prefetch, options.min_numel, options.check_equal, speaks=rank == 0
-    )
+    return Store(model, place, comm, ledger, options.prefetch, options.min_numel, options.check_equal, speaks=rank == 0)
 
 
 def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place:
@@ -214,9 +212,7 @@ def _place(options: Options, device: torch.device, streams: Streams, ledger: Led
         return ImaginedDiskPlace(device, streams, ledger, options.prefetch)
     if options.offload.tier is Tier.DISK:
         return DiskPlace(options.offload, device, streams, ledger, options.arena_nbytes, options.prefetch, rank)
-    return MemoryPlace(
-        options.offload.tier, device, streams, ledger, options.arena_nbytes, options.offload.pin_memory
-    )
+    return MemoryPlace(options.offload.tier, device, streams, ledger, options.arena_nbytes, options.offload.pin_memory)
 
 
 def _streams_of(model: nn.Module, device: torch.device) -> Streams:

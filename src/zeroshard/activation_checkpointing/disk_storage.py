@@ -223,7 +223,11 @@ class ImaginedDiskPlace(Place):
     def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)
         self.streams.join(kept.ahead)
-        return torch.empty(kept.numel, dtype=kept.dtype, device=self.device) if self.path[0] is Tier.DEVICE else _as(kept.memory, kept)
+        return (
+            torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
+            if self.path[0] is Tier.DEVICE
+            else _as(kept.memory, kept)
+        )
 
     def done(self, kept: Kept) -> None:
         if kept.ahead is not None:

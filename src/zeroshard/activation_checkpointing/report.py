@@ -1,7 +1,7 @@
 """The report on activation checkpoints: bytes of one rank by place, measured, beside the closed formula.
 
-    2 b s h nl / ci     bytes of all checkpoints in 16 bit (ZeRO-Infinity, arXiv 2104.07857, section 3): batch b, sequence s,
-                        hidden h, nl layers, one checkpoint every ci of them; 1/N of it on each of N ranks (Pa)
+2 b s h nl / ci     bytes of all checkpoints in 16 bit (ZeRO-Infinity, arXiv 2104.07857, section 3): batch b, sequence s,
+                    hidden h, nl layers, one checkpoint every ci of them; 1/N of it on each of N ranks (Pa)
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ class ActivationReport:
         ]
         for place, peak in self.peak.items():
             if peak or self.staging[place] or self.arena[place]:
-                lines.append(
-                    f"{place:<20}{self.held[place]:>16,}{peak:>16,}{self.arena[place]:>16,}{self.staging[place]:>16,}"
-                )
+                lines.append(f"{place:<20}{self.held[place]:>16,}{peak:>16,}{self.arena[place]:>16,}{self.staging[place]:>16,}")
         lines.append(f"formula {self.formula:,}; whole, on one rank {self.whole_peak:,}")
         lines.append(f"gathered {self.gathers.count} times, {self.gathers.nbytes:,} bytes sent")
         lines += [f"moved {link}: {nbytes:,}" for link, nbytes in self.moved.items()]

@@ -153,7 +153,9 @@ def _speed(found: Sequence[Found], phase: str) -> float:
 
 def _requests(found: Sequence[Found], phase: str) -> Link:
     """Of a rank, by requests of two sizes: what a byte takes, and what a request takes besides."""
-    large, small = (size / (_speed(found, which) / len(found)) for size, which in ((REQUEST_NBYTES, phase), (SMALL_NBYTES, f"small {phase}")))
+    large, small = (
+        size / (_speed(found, which) / len(found)) for size, which in ((REQUEST_NBYTES, phase), (SMALL_NBYTES, f"small {phase}"))
+    )
     per_byte = (large - small) / (REQUEST_NBYTES - SMALL_NBYTES)
     if not 0 < per_byte < small / SMALL_NBYTES:  # small ones are as fast, or it was a matter of luck
         return Link(REQUEST_NBYTES / large, 0.0)
@@ -197,7 +199,9 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
 
 def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
     probe, bursts = DiskProbe(path, 16 * amount.numel), {}
-    kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")}
+    kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
+        f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
+    }
     for _ in range(1 + amount.rounds):
         for name, kind in kinds.items():
             comm.exchange(b"", f"calibrate: {name}")

@@ -92,7 +92,11 @@ def formula(study: CaseStudy, stage: int, micro_batches: int = 2, recompute: boo
     n = d * sum(shards)
     tokens = micro_batch_of(study) * shape.seq_len  # b s
     x, ring = 2 * tokens * shape.dim, 2 * (t - 1) / t
-    passes = (5 if recompute else 4) * blocks_of(study)[stage] * x + first * x + last * (x + (12 if layout.precision == "fp16" else 10) * tokens)
+    passes = (
+        (5 if recompute else 4) * blocks_of(study)[stage] * x
+        + first * x
+        + last * (x + (12 if layout.precision == "fp16" else 10) * tokens)
+    )
     tied = 4 * min(_up(-(-shape.vocab_size // t * shape.dim // d)), shape.vocab_size // t * shape.dim)
     between = micro_batches * x * ((not last) + (not first)) + tied * (first != last)
     return Bytes(
@@ -111,7 +115,9 @@ def _buffers(study: CaseStudy, blocks: int, first: bool, last: bool) -> list[lis
     cut = [3 * h * h // t, 3 * h // t, h * h // t, 4 * h * h // t, 4 * h // t, 4 * h * h // t]  # qkv, out, up, down
     whole = [h] * 6  # of two norms, and the biases of what is cut by columns
     embedding = [[shape.vocab_size * h // t]] * (first or last)  # also the head
-    rest = [shape.seq_len * h] * (first and shape.positions == "learned") + [h, h] * (first and shape.embedding_norm) + [h, h] * last
+    rest = (
+        [shape.seq_len * h] * (first and shape.positions == "learned") + [h, h] * (first and shape.embedding_norm) + [h, h] * last
+    )
     return [cut, whole] * blocks + embedding + [rest] * bool(rest)
 
 
@@ -135,7 +141,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zeroshard.bench.case_studies", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CASE_STUDIES)}; none: all")
     parser.add_argument("--micro-batches", type=int, default=2, help="of the step that is counted")
-    parser.add_argument("--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last")
+    parser.add_argument(
+        "--stages", type=lambda text: [int(number) for number in text.split(",")], help="default: first, middle, last"
+    )
     given = parser.parse_args(argv)
     unknown = set(given.names) - set(CASE_STUDIES)
     if unknown:

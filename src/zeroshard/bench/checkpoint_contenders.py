@@ -39,6 +39,7 @@ class Keeper:
 
 def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keeper:
     """Of a sharded model."""
+
     def in_background(path: str) -> Background:
         saving = zs.save(path, model, optimizer, asynchronous=True, overwrite=True)
         return lambda: saving.stall_seconds, saving.wait

@@ -1,8 +1,8 @@
 """What the micro-benchmarks share: rounds in which all take turns, medians, and a process of their own.
 
-    warm up   copy   ours   peer          not counted
-    round 1   peer   copy   ours          who follows whom changes: a large cache holds what the last one left
-    round 2   ours   peer   copy          ratios are taken within a round: a slow moment of the machine hits all
+warm up   copy   ours   peer          not counted
+round 1   peer   copy   ours          who follows whom changes: a large cache holds what the last one left
+round 2   ours   peer   copy          ratios are taken within a round: a slow moment of the machine hits all
 """
 
 from __future__ import annotations

@@ -45,9 +45,7 @@ TIER_LEGEND = (
     "moved: MB between host and disk a step, all ranks together. bound: those bytes over the bandwidth that all ranks\n"
     "together had in the same round, in ms. /bound, /zs3: median over rounds of the ratio of step times."
 )
-MESH_LEGEND = (
-    "PSS, all: peak MiB of all ranks at one moment, shared pages once, in processes forked with their imports done."
-)
+MESH_LEGEND = "PSS, all: peak MiB of all ranks at one moment, shared pages once, in processes forked with their imports done."
 OVERLAP_LEGEND = "copies: between device and host in 2 steps, by CUDA events; the share of their time inside computation."
 
 _ON_HOST, _BOUND = "stage 3, everything on the host", f"max({DISK_BOUND_FACTOR:g} bound, {DISK_MEMORY_FACTOR:g} in memory)"

@@ -113,7 +113,9 @@ class Bulk:
         """
         kept, wanted = Kept(self), {path: sorted(noted, key=lambda each: each.begin) for path, noted in self.wanted.items()}
         windows = {path: list(_windows(noted, self.entries[path].nbytes)) for path, noted in wanted.items()}
-        new = [window for path, found in windows.items() for window in found if (path, window.begin, window.end) not in self._ahead]
+        new = [
+            window for path, found in windows.items() for window in found if (path, window.begin, window.end) not in self._ahead
+        ]
         self.room.plan([window.end - window.begin for window in new if window.lasts], all(window.lasts for window in new), most)
         try:
             for path, noted in wanted.items():

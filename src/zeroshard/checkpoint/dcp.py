@@ -57,7 +57,8 @@ class _Described:
         described = storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict()
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
-        return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)  # what torch.save writes of dtypes without a class of storages
+        # what torch.save writes of dtypes without a class of storages
+        return torch_compat.rebuilder(by_dtype=True), (*described, self.dtype)
 
 
 class _StorageOf:

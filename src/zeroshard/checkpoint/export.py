@@ -193,7 +193,9 @@ def _narrow(opened: Opened, prefix: str) -> None:
     """To what is named prefix...; raises ConfigError where nothing is."""
     found = {name.removeprefix(prefix): stored for name, stored in opened.model.items() if name.startswith(prefix)}
     if not found:
-        raise ConfigError(f"zs.export: prefix: no name begins with {prefix!r}; the first names: {', '.join(list(opened.model)[:3])}.")
+        raise ConfigError(
+            f"zs.export: prefix: no name begins with {prefix!r}; the first names: {', '.join(list(opened.model)[:3])}."
+        )
     ties = {alias.removeprefix(prefix): name for alias, name in opened.ties.items() if alias.startswith(prefix)}
     opened.model = found
     opened.module_readers = {

@@ -35,7 +35,9 @@ class Identity:
     def __add__(self, other: Identity) -> Identity:
         """Of two parts."""
         add = lambda a, b: f"{(int(a, 16) + int(b, 16)) % 2**64:016x}"  # noqa: E731
-        return Identity(self.dtype, self.shape, add(self.exact, other.exact), add(self.rounded, other.rounded), add(self.half, other.half))
+        return Identity(
+            self.dtype, self.shape, add(self.exact, other.exact), add(self.rounded, other.rounded), add(self.half, other.half)
+        )
 
     def same(self, other: Identity) -> bool:
         """Whether both are of the same values, as far as their precision tells."""

@@ -23,14 +23,7 @@ from torch import nn
 
 from ..comm.codec import exchange_values
 from ..config import Tier
-from ..errors import (
-    BaseModelMismatch,
-    CheckpointError,
-    CheckpointMismatch,
-    ConfigError,
-    ZeroshardError,
-    did_you_mean,
-)
+from ..errors import BaseModelMismatch, CheckpointError, CheckpointMismatch, ConfigError, ZeroshardError, did_you_mean
 from ..io.tensor_reader import Stored, differ
 from ..memory.host_memory import available_nbytes
 from ..offload.storage import Rest
@@ -153,9 +146,7 @@ def _put(
     raise AssertionError("the last look returns or raises")
 
 
-def _agree(
-    runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any
-) -> Stages:
+def _agree(runtime: Runtime, path: Any, optimizer: Any, name: str | None, verify: Any, strict: bool, extra: Any) -> Stages:
     """All ranks ask for the same, and for what can be; the model's stages (collective)."""
     core, mine, telling_stages, problem = None, {}, None, None
     try:
@@ -275,12 +266,14 @@ class _Loading:
             stored = [f"{holding.MODEL}{saved.get(name, name)}" for name in safetensors.names_of_expanded(self.runtime.model)]
             check_tensors(self.opened.path, bulk.manifest, [name for name in stored if name in bulk.manifest.tensors])
         problems = module_state.compare(self.runtime.model, model, missing, mismatched, used)
-        same = {first for alias, first in ties.items() if alias in used} | ties.keys() | (self.stages.names if self.stages.several else set())
+        of_stages = self.stages.names if self.stages.several else set()
+        same = {first for alias, first in ties.items() if alias in used} | ties.keys() | of_stages
         unexpected = [f"{n} {t.shape}" for n, t in model.items() if n not in used | same]
         missing, unexpected = (missing, unexpected) if self.strict else ([], [])
         known = [entry.split(" ")[0] for entry in unexpected]
         missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
-        lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected, "of another shape": mismatched}
+        lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected}
+        lists["of another shape"] = mismatched
         return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
     def _compare_optimizer(self) -> list[str]:
@@ -328,7 +321,8 @@ class _Loading:
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]
             numbered = [member for member in given["params"] if isinstance(member, int)]
             if numbered and self.stages.several:
-                return ["  optimizer: it numbers its parameters, and no stage of a pipeline knows its own numbers: load it without stages, zs.save"]
+                told = "it numbers its parameters, and no stage of a pipeline knows its own numbers"
+                return [f"  optimizer: {told}: load it without stages, zs.save"]
             if numbered and len(given["params"]) != len(mine["params"]):
                 return [f"  optimizer group {number}: saved {len(given['params'])} parameters, wanted {len(mine['params'])}"]
             names |= dict(zip(numbered, mine["params"], strict=False))
@@ -360,7 +354,8 @@ class _Loading:
                     else:
                         state.tensors[key] = stored.cut(part)
                 if not self.opened.ours and isinstance(state.scalars.get("step"), int):
-                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")  # as torch's optimizers have it
+                    # as torch's optimizers have it
+                    state.scalars["step"] = torch.tensor(float(state.scalars["step"]), device="cpu")
                 if state.tensors or state.scalars:
                     self.states[id(group.params[index])] = state
         return problems

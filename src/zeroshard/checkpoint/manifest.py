@@ -85,7 +85,14 @@ class Manifest:
     def to_json(self, tensors: str | None = None) -> bytes:
         """The file's content: its last entry is the XXH3-64 of all before it. tensors: their JSON, where it is known."""
         files = [vars(file) for file in self.files]
-        head = {"format": FORMAT, "version": VERSION, **self.facts, "digest": DIGEST, "digest_nbytes": DIGEST_NBYTES, "files": files}
+        head = {
+            "format": FORMAT,
+            "version": VERSION,
+            **self.facts,
+            "digest": DIGEST,
+            "digest_nbytes": DIGEST_NBYTES,
+            "files": files,
+        }
         tail = {
             "objects": {name: (o.file, o.offset, o.nbytes) for name, o in sorted(self.objects.items())},
             "ties": self.ties,
@@ -199,9 +206,7 @@ def tensors_of(layout: FileLayout) -> bytes:
     tensors: dict[str, Any] = {}
     for blob in layout.blobs:
         place = layout.places[blob.place]
-        entry = tensors.setdefault(
-            place.name, {"dtype": str(place.dtype), "shape": place.shape, "keys": place.keys, "boxes": []}
-        )
+        entry = tensors.setdefault(place.name, {"dtype": str(place.dtype), "shape": place.shape, "keys": place.keys, "boxes": []})
         entry["boxes"].append((blob.data, blob.offset, blob.nbytes, blob.box.offsets, blob.box.sizes))
     return _json(tensors).encode()
 

@@ -1,8 +1,8 @@
 """What a model keeps in its state dict besides parameters: compared with a checkpoint, and given back.
 
-    buffers       by object, under the names that the state dict has for them: hooks may rename
-    computed      tensors that hooks, or a module's own `_save_to_state_dict`, make anew: the modules' own loading takes them
-    extra state   of `get_extra_state`: `set_extra_state` takes it
+buffers       by object, under the names that the state dict has for them: hooks may rename
+computed      tensors that hooks, or a module's own `_save_to_state_dict`, make anew: the modules' own loading takes them
+extra state   of `get_extra_state`: `set_extra_state` takes it
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def names_of_others(model: nn.Module) -> set[str]:
     return {name for buffer in buffers for name in buffer.names} | computed.keys() | _takers(model).keys()
 
 
-def compare(
-    model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]
-) -> list[str]:
+def compare(model: nn.Module, stored: Mapping[str, Any], missing: list[str], mismatched: list[str], used: set[str]) -> list[str]:
     """Add what of it is missing and of another shape, and the names that it uses; problems of other kinds."""
     buffers, computed = safetensors.others_of(model)
     wanted = [(buffer.kept, buffer.names, buffer.tensor) for buffer in buffers if buffer.kept]
@@ -39,7 +37,8 @@ def compare(
         used.update(found)
         missing += [] if found else [f"{names[0]} {shape} (buffer)"]
         mismatched += [f"{n}: saved {stored[n].shape}, wanted {shape} (buffer)" for n in found if stored[n].shape != shape]
-    used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))  # tensors of any shape, today
+    # tensors of any shape, today
+    used.update(name for name in model.state_dict(keep_vars=True) if safetensors.is_extra_state(name))
     fitting = [(buffer, at) for buffer in buffers if (at := buffer.stored_in(stored)) and at.shape == tuple(buffer.tensor.shape)]
     return [f"  {buffer.names[0]} (buffer): {safetensors.EXPANDED}" for buffer, at in fitting if buffer.refuses(at)]
 
@@ -95,7 +94,10 @@ def _takes(model: nn.Module, opened: Opened, computed: dict[str, Tensor], readin
     """(who takes a state, how), read when it is asked for."""
     if computed:
         names = ", ".join(list(computed)[:3]) + (", ..." if len(computed) > 3 else "")
-        yield f"the model ({type(model).__name__}.load_state_dict of {names})", partial(safetensors.give_computed, model, computed)
+        yield (
+            f"the model ({type(model).__name__}.load_state_dict of {names})",
+            partial(safetensors.give_computed, model, computed),
+        )
     for prefix, module in model.named_modules():
         key = _key(prefix)
         if key in opened.model:

@@ -62,5 +62,7 @@ def stored_tensors(folder: Path, manifest: Manifest) -> dict[str, StoredChunks]:
             boxes.append((stored.box, StoredTensor(paths[stored.file], stored.data, nbytes, entry.dtype, stored.box.sizes)))
         found[name] = StoredChunks(entry.dtype, entry.shape, boxes)
         if (twice := overlap(box for box, _ in boxes)) is not None:  # so many elements as it has, says the manifest
-            raise CheckpointCorrupt(str(folder / MANIFEST), 0, f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice")
+            raise CheckpointCorrupt(
+                str(folder / MANIFEST), 0, f"every element of {name} once", f"element {next(twice.rows(entry.shape))[0]} twice"
+            )
     return found

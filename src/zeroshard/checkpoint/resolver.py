@@ -172,7 +172,9 @@ def _small_blocks(manifest: Manifest) -> set[tuple[str, int]]:
     for name, entry in manifest.tensors.items():
         if torch.Size(entry.shape).numel() <= 1 or safetensors.is_extra_state(name) or _is_counter(manifest, name):
             stretches += [(box.file, box.offset, box.nbytes) for box in entry.boxes]
-    metadata = {(".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))}
+    metadata = {
+        (".metadata", number) for file in manifest.files if file.name == ".metadata" for number in range(len(file.digests))
+    }
     return _blocks(manifest, stretches) | metadata
 
 

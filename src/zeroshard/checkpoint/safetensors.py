@@ -156,9 +156,7 @@ def names_of_expanded(model: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def stream(
-    runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True
-) -> None:
+def stream(runtime: Runtime, found: dict[str, Stored], stored: dict[str, Stored], computed: bool = True) -> None:
     """Read every parameter's slice (replicated: the whole) into its buffers, and buffers by name. The rest stays.
 
     computed: also tensors that hooks compute for the state dict.
@@ -374,7 +372,9 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     if runtime.world is runtime.comm:
         return mine, mine
     tells = runtime.world.rank == stages[runtime.topology.stage][0] and len(stages) > 1
-    told = exchange_values(runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names")
+    told = exchange_values(
+        runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
+    )
     for error in (error for error, _ in told if error is not None):
         raise error
     if len(stages) == 1:
@@ -387,7 +387,9 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
         for name, (kind, shape) in names.items():
             kept = tensors.setdefault(name, (kind, tuple(shape)))
             if kept != (kind, tuple(shape)):
-                raise ConfigError(f"zs.save_safetensors: {name} is {kept} at one stage of the pipeline and {kind, tuple(shape)} at another.")
+                raise ConfigError(
+                    f"zs.save_safetensors: {name} is {kept} at one stage of the pipeline and {kind, tuple(shape)} at another."
+                )
         metadata |= {name: first for name, first in ties.items() if name not in tensors}
     return mine, _Listing(tensors, metadata)
 

@@ -76,4 +76,8 @@ class Stages:
 def _names(runtime: Runtime) -> set[str]:
     prefixes = prefixes_of(runtime.model)
     aliases = {name for group in runtime.groups for spec in group.specs for name in names_of(prefixes, spec)}
-    return aliases | {name for group in runtime.groups for name, _ in names_of_group(group)} | module_state.names_of_others(runtime.model)
+    return (
+        aliases
+        | {name for group in runtime.groups for name, _ in names_of_group(group)}
+        | module_state.names_of_others(runtime.model)
+    )

@@ -241,12 +241,13 @@ def _state_source(runtime: Runtime, core: OptimizerCore, run: Any, index: int, v
 def param_groups(runtime: Runtime, core: OptimizerCore) -> list[dict[str, Any]]:
     """The optimizer's groups: options, and the names of their members (a tile's: of the whole)."""
     names = {
-        id(param): name
-        for group in runtime.groups
-        for param, (name, _) in zip(group.params, names_of_group(group), strict=True)
+        id(param): name for group in runtime.groups for param, (name, _) in zip(group.params, names_of_group(group), strict=True)
     }
     return [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": list(dict.fromkeys(names[id(p)] for p in group["params"]))}
+        {
+            **{k: v for k, v in group.items() if k != "params"},
+            "params": list(dict.fromkeys(names[id(p)] for p in group["params"])),
+        }
         for group in core.outer.param_groups
     ]
 

@@ -118,7 +118,9 @@ def check_target(name: str, value: Any) -> None:
         )
     inside = next((type(each).__name__ for each in _members(value) if has_state(each)), None)
     if inside:
-        raise ConfigError(f"zs.load: extra[{name!r}]: give the {inside} in it a name of its own, here and to zs.save: its state is loaded then.")
+        raise ConfigError(
+            f"zs.load: extra[{name!r}]: give the {inside} in it a name of its own, here and to zs.save: its state is loaded then."
+        )
 
 
 def _members(value: Any) -> Iterable[Any]:
@@ -146,7 +148,8 @@ def _digest(value: Any) -> bytes:
     elif kind in (list, tuple):
         parts = [_digest(each) for each in value]
     elif kind is Tensor or kind is nn.Parameter:
-        parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), _content(value.detach().cpu().clone())]  # it is loaded to there
+        # it is loaded to there
+        parts = [str((value.dtype, value.shape, value.requires_grad)).encode(), _content(value.detach().cpu().clone())]
     else:
         parts = [_content(value)]
     whole = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {len(parts)}".encode())

@@ -510,7 +510,11 @@ def _reason(path: Path) -> Exception:
     except MalformedMessage as malformed:
         error = malformed
     known = isinstance(error, Exception) and not isinstance(error, MalformedMessage)
-    return error if known else CheckpointError(f"zs.save: a rank failed, and {path}, which should say why, does not ({error!s:.200}).")
+    return (
+        error
+        if known
+        else CheckpointError(f"zs.save: a rank failed, and {path}, which should say why, does not ({error!s:.200}).")
+    )
 
 
 def _all_in_memory(contents: Contents) -> bool:

@@ -41,7 +41,5 @@ class Parser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
-            raise UsageError(
-                f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help"
-            )
+            raise UsageError(f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help")
         return known

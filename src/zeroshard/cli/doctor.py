@@ -38,9 +38,7 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Look, judge and print; returns the exit code: 1 if something prevents training."""
-    parser = Parser(
-        prog="zeroshard doctor", description="Show what this machine and environment offer, and what would go wrong."
-    )
+    parser = Parser(prog="zeroshard doctor", description="Show what this machine and environment offer, and what would go wrong.")
     parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
     options = parser.parse(argv)
     here = look()
@@ -120,7 +118,9 @@ def _of_torch(here: Environment) -> Iterator[Finding]:
         )
     elif _release(here) not in TESTED_TORCH:
         releases = ", ".join(f"{each} ({day})" for each, day in TESTED_TORCH.items())
-        remedy = "pip install torch==" + list(TESTED_TORCH)[-1] + ", or run the tests: pytest tests/utils/test_torch_compat.py first"
+        remedy = (
+            "pip install torch==" + list(TESTED_TORCH)[-1] + ", or run the tests: pytest tests/utils/test_torch_compat.py first"
+        )
         yield Finding(NOTE, f"torch {here.torch} is none of the releases that were tested: {releases}", remedy)
     if not any(here.backends.values()):
         yield Finding(
@@ -148,9 +148,7 @@ def _of_torch(here: Environment) -> Iterator[Finding]:
 def _of_gpus(here: Environment) -> Iterator[Finding]:
     for number, gpu in enumerate(here.gpus):
         if gpu.problem is not None:
-            remedy = (
-                f"install a build of torch for compute capability {gpu.capability}, or hide it: export CUDA_VISIBLE_DEVICES="
-            )
+            remedy = f"install a build of torch for compute capability {gpu.capability}, or hide it: export CUDA_VISIBLE_DEVICES="
             yield Finding(PROBLEM, f"GPU {number} ({gpu.name}) does not compute: {gpu.problem}", remedy)
     if here.gpus and any(here.backends.values()) and not here.backends.get("nccl"):
         yield Finding(WARNING, "torch has no nccl: several GPUs can not train together", "install a build of torch with nccl")
@@ -196,16 +194,12 @@ def _of_disk(disk: Disk) -> Iterator[Finding]:
         return
     if disk.filesystem in MEMORY_FILESYSTEMS:
         what = f"{disk.role} {disk.path} is on {disk.filesystem}, which is memory: offload to 'nvme' there is refused"
-        yield Finding(
-            WARNING if disk.role == "current folder" else NOTE, what, "offload_path='...' of a folder on a local disk"
-        )
+        yield Finding(WARNING if disk.role == "current folder" else NOTE, what, "offload_path='...' of a folder on a local disk")
     elif disk.filesystem.startswith(NETWORK_FILESYSTEMS):
         what = f"{disk.role} {disk.path} is on {disk.filesystem}, a network: offload to 'nvme' there is refused"
         yield Finding(NOTE, what, "offload_path='...' of a folder on a local disk")
     elif not disk.direct:
-        what = (
-            f"{disk.role} {disk.path}: {disk.filesystem} has no direct I/O: what is offloaded there also takes the page cache"
-        )
+        what = f"{disk.role} {disk.path}: {disk.filesystem} has no direct I/O: what is offloaded there also takes the page cache"
         yield Finding(WARNING, what, "name a folder on ext4 or xfs on a local disk")
     if disk.free_nbytes is not None and disk.free_nbytes < _LITTLE_DISK_NBYTES:
         yield Finding(

@@ -120,11 +120,7 @@ def look() -> Environment:
         platform=platform.platform(),
         zeroshard=zs.__version__,
         torch=torch.__version__,
-        build=f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else "CPU",
+        build=f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU",
         backends=backends,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
         driver=_driver(),
@@ -184,9 +180,7 @@ def _host() -> Host:
     with contextlib.suppress(OSError):
         shared = os.statvfs(_SHARED_MEMORY)
     pages = (
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ())
-        else None
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()) else None
     )
     return Host(
         cores=available_cores(),

@@ -1,6 +1,6 @@
 """`zeroshard export`: a checkpoint as safetensors for `from_pretrained`, or as a file of torch.save.
 
-    zeroshard export runs/7/checkpoints model --dtype bf16 --config config.json
+zeroshard export runs/7/checkpoints model --dtype bf16 --config config.json
 """
 
 import math

@@ -1,7 +1,7 @@
 """`zeroshard inspect`: what a checkpoint, or every checkpoint of a folder, holds, and whether its checksums hold.
 
-    zeroshard inspect runs/7/checkpoints
-    zeroshard inspect runs/7/checkpoints --name step-00000100 --json
+zeroshard inspect runs/7/checkpoints
+zeroshard inspect runs/7/checkpoints --name step-00000100 --json
 """
 
 import json

@@ -52,10 +52,14 @@ class TrainOptions:
     )  # fmt: skip
     scale: str | None = _option(None, "of a published run: its own, or a small one of its kind (default: tiny)", choices=SCALES)
     stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
-    config: str | None = _option(None, "a file of `zeroshard plan --auto`: its stage, tiers, mesh and batch; options beside it count")
+    config: str | None = _option(
+        None, "a file of `zeroshard plan --auto`: its stage, tiers, mesh and batch; options beside it count"
+    )
     ranks: int | None = _option(None, "local ranks to start (default: the mesh's, else one per GPU, without GPUs 2)", type=int)
     mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2 (data, pipeline and tensor parallel)")
-    schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
+    schedule: str | None = _option(
+        None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower
+    )
     sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
     size: str | None = _option(None, "preset of layers, dim and heads (default: tiny)", choices=tuple(SIZES))
     layers: int | None = _option(None, "blocks, instead of the preset's", type=int)
@@ -89,7 +93,9 @@ class TrainOptions:
         None, "go on with the newest checkpoint of --out (without it: of the newest run), or of this folder", nargs="?", const=""
     )
     offload_optimizer: str = _option("none", "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS)
-    offload_gradient: str | None = _option(None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS)
+    offload_gradient: str | None = _option(
+        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS
+    )
     offload_param: str = _option("none", "where parameters rest; the model is then never whole on a rank", choices=OFFLOADS)
     offload_path: str | None = _option(None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)")
     offload_ratio: float = _option(1.0, "fraction of the optimizer states that is offloaded", type=float)
@@ -109,11 +115,25 @@ class TrainOptions:
     error_feedback: bool = _option(False, "what packing a gradient loses is added to the next one", action="store_true")
     checkpoint_activations: bool = _option(False, "keep the inputs of blocks only, compute the rest again", action="store_true")
     offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
-    partition_activations: bool = _option(False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true")
+    partition_activations: bool = _option(
+        False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true"
+    )
     tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "batch", "accumulate", "eval_every", "threads", "keep_last"):
+        for name in (
+            "ranks",
+            "layers",
+            "dim",
+            "heads",
+            "steps",
+            "seq",
+            "batch",
+            "accumulate",
+            "eval_every",
+            "threads",
+            "keep_last",
+        ):
             self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
         self._expect("lr", 0 < self.lr < math.inf, "a positive number")
         self._expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
@@ -151,7 +171,9 @@ class TrainOptions:
         except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
             raise UsageError(str(error)) from None
         packs = self.quantized_weights or self.quantized_gradients
-        self._expect("quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients")
+        self._expect(
+            "quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients"
+        )
         self._expect("error_feedback", self.quantized_gradients or not self.error_feedback, "none without --quantized-gradients")
         self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE

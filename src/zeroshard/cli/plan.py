@@ -34,11 +34,21 @@ SHORT = 1
 class Options(PlanOptions):
     """Of `zeroshard plan`."""
 
-    auto: bool = _option(False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true")
-    global_batch: int | None = _option(None, "sequences of a step over all ranks, with --auto (default: of these options)", type=int)
-    lossy: bool = _option(False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true")
-    config: str | None = _option(None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed")
-    offload_path: str | None = _option(None, "with --auto: folder on a local disk of the machines that will train, for what rests there")
+    auto: bool = _option(
+        False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true"
+    )
+    global_batch: int | None = _option(
+        None, "sequences of a step over all ranks, with --auto (default: of these options)", type=int
+    )
+    lossy: bool = _option(
+        False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true"
+    )
+    config: str | None = _option(
+        None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed"
+    )
+    offload_path: str | None = _option(
+        None, "with --auto: folder on a local disk of the machines that will train, for what rests there"
+    )
     try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float)
     brief: bool = _option(False, "print one line", action="store_true")
 
@@ -67,7 +77,9 @@ class Options(PlanOptions):
 
 def main(argv: Sequence[str]) -> int:
     """Plan and print; returns the exit code."""
-    options = parse(Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv)
+    options = parse(
+        Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv
+    )
     try:
         request, layouts = options.request(), None
         if options.auto:
@@ -91,7 +103,9 @@ def main(argv: Sequence[str]) -> int:
     else:
         _print(request, verdict, sheets, notes, options)
         if look and not found:
-            print(f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks")
+            print(
+                f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks"
+            )
     return 0 if verdict.fits else SHORT
 
 
@@ -111,7 +125,9 @@ def _sheets(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> list
     plan = verdict.plan
     made = [tables.memory(plan, request), tables.communication(plan), tables.activations(plan)]
     rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
-    return made + ([tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows)] if rows else [])
+    return made + (
+        [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows)] if rows else []
+    )
 
 
 def _write(

@@ -28,7 +28,9 @@ class PlanOptions:
     model: str
     ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int)
     mesh: str | None = _option(None, "ranks along each axis: dp=64,pp=4,tp=8 (data, pipeline and tensor parallel)")
-    device: str = _option("h100-80gb", "hardware by name, or a file as `zeroshard bench --calibrate` writes it", also=("--hardware",))
+    device: str = _option(
+        "h100-80gb", "hardware by name, or a file as `zeroshard bench --calibrate` writes it", also=("--hardware",)
+    )
     node_size: int | None = _option(None, "ranks of a node (default: the hardware's devices)", type=int)
     stage: int | None = _option(None, "ZeRO stage: what is sharded (default: 3)", choices=(0, 1, 2, 3), type=int)
     batch: int = _option(1, "sequences of one forward of a rank", type=int)
@@ -37,14 +39,20 @@ class PlanOptions:
         None, "micro-batches per step (default: 1, with stages of pp 2 a stage)", type=int, also=("--micro-batches",)
     )
     precision: str = _option("bf16", "compute precision; master weights stay fp32", choices=PRECISIONS)
-    offload_optimizer: str | None = _option(None, "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS)
-    offload_gradient: str | None = _option(None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS)
+    offload_optimizer: str | None = _option(
+        None, "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS
+    )
+    offload_gradient: str | None = _option(
+        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS
+    )
     offload_param: str | None = _option(None, "where parameters rest", choices=OFFLOADS)
     delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
     checkpoint_activations: bool = _option(
         False, "keep the inputs of blocks only, compute the rest again", action="store_true", also=("--activation-checkpointing",)
     )
-    partition_activations: bool = _option(False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true")
+    partition_activations: bool = _option(
+        False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true"
+    )
     offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
     shard_size: int | None = _option(None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int)
     hpz: int = _option(1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int)
@@ -52,9 +60,13 @@ class PlanOptions:
     quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS)
     hierarchical: bool | None = _option(None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction)
     max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
-    max_unit_numel: int | None = _option(None, "split units of more elements at their children, as far as they have any", type=int)
+    max_unit_numel: int | None = _option(
+        None, "split units of more elements at their children, as far as they have any", type=int
+    )
     prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
-    schedule: str | None = _option(None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower)
+    schedule: str | None = _option(
+        None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower
+    )
     sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
     out: str | None = _option(None, "folder for pictures, the page and report.json")
     json: bool = _option(False, "print JSON in place of tables", action="store_true")

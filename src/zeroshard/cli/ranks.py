@@ -73,9 +73,7 @@ class Ranks:
                 raise UsageError(found if everywhere else f"{found} [rank {rank}]")
         for rank, (other, _) in enumerate(answers):
             if other != answers[0][0]:
-                raise UsageError(
-                    f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}"
-                )
+                raise UsageError(f"{name}: expected the same on all ranks, got {answers[0][0]} on rank 0, {other} on rank {rank}")
 
     def of_first(self, value: str | None) -> str:
         """What rank 0 gives, on all ranks."""
@@ -112,8 +110,7 @@ def choose_device(device: str, local_rank: int, local_ranks: int) -> torch.devic
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < local_ranks:
         raise UsageError(
-            f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; "
-            "use fewer --ranks or --device cpu"
+            f"--device cuda: expected a GPU per rank, got {gpus} for {local_ranks} ranks; use fewer --ranks or --device cpu"
         )
     if device == "cpu" or gpus < local_ranks:
         return torch.device("cpu")

@@ -46,7 +46,9 @@ class Options(PlanOptions):
                 raise UsageError(f"--sweep: expected each name once, got {name.strip()} twice in {self.sweep!r}")
             seen.add(name.strip())
             if name.strip() not in SWEPT:
-                raise UsageError(f"--sweep: expected {' or '.join(f'{n}=8,16' for n in SWEPT)}, got {part!r}{closest(name, SWEPT)}")
+                raise UsageError(
+                    f"--sweep: expected {' or '.join(f'{n}=8,16' for n in SWEPT)}, got {part!r}{closest(name, SWEPT)}"
+                )
             found[name.strip()] = [int(each) for each in _numbers("sweep", values)]
         return found
 
@@ -56,14 +58,21 @@ def _numbers(name: str, text: str) -> list[float]:
         found = [float(each) for each in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 0 or not all(map(math.isfinite, found)) or (name == "sweep" and any(each % 1 or each < 1 for each in found)):
+    if (
+        not found
+        or min(found) < 0
+        or not all(map(math.isfinite, found))
+        or (name == "sweep" and any(each % 1 or each < 1 for each in found))
+    ):
         raise UsageError(f"--{name}: expected positive numbers with commas between, got {text!r}")
     return found
 
 
 def main(argv: Sequence[str]) -> int:
     """Simulate and print; returns the exit code."""
-    options = parse(Options, "zeroshard simulate", "Tell how long a step of a run will take, and what bounds it, without running it.", argv)
+    options = parse(
+        Options, "zeroshard simulate", "Tell how long a step of a run will take, and what bounds it, without running it.", argv
+    )
     utilisations = _numbers("utilisation", options.utilisation)
     latencies = [None] if options.latency is None else [each / 1e6 for each in _numbers("latency", options.latency)]
     try:
@@ -106,7 +115,9 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         draw_memory(verdict.plan, request, folder / "memory.png")
         pictures = {"A step, simulated": folder / "timeline.png", "Memory over one step": folder / "memory.png"}
         sheets = [table, tables.memory(verdict.plan, request), tables.communication(verdict.plan)]
-        write_page(folder / "simulation.html", _line(done, request), verdict, sheets, pictures, [tables.headline(request, verdict)])
+        write_page(
+            folder / "simulation.html", _line(done, request), verdict, sheets, pictures, [tables.headline(request, verdict)]
+        )
     if options.json:
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
         found["busy_s"] = {resource.value: seconds for resource, seconds in done.busy.items()}
@@ -129,7 +140,12 @@ def _line(done: Simulation, request: Request) -> str:
 
 def _busy(done: Simulation) -> tables.Table:
     rows = tuple(
-        (SAYS[resource], f"{seconds:.4g}", f"{seconds / done.step_s:.0%}", f"{done.critical.get(resource, 0.0) / done.step_s:.0%}")
+        (
+            SAYS[resource],
+            f"{seconds:.4g}",
+            f"{seconds / done.step_s:.0%}",
+            f"{done.critical.get(resource, 0.0) / done.step_s:.0%}",
+        )
         for resource, seconds in sorted(done.busy.items(), key=lambda item: -item[1])
     )
     return tables.Table("What is busy in a step", ("", "seconds", "of the step", "of what it waits for"), rows)
@@ -151,7 +167,14 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
         heading, picture = f"{request.source.name} on {request.hardware.name}", Path(options.out) / "scaling.png"
         done.draw(picture, heading)
         table = tables.Table("Steps", *_swept_rows(done))
-        write_page(Path(options.out) / "sweep.html", heading, None, [table], {"Throughput by ranks": picture}, [str(limit) for limit in done.limits])
+        write_page(
+            Path(options.out) / "sweep.html",
+            heading,
+            None,
+            [table],
+            {"Throughput by ranks": picture},
+            [str(limit) for limit in done.limits],
+        )
     if options.json:
         rows = [{"ranks": row.ranks, "batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
                  "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}

@@ -135,15 +135,11 @@ def memory(report: zs.Report) -> Table:
     table = _table(
         f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP"
     )
-    rows = [
-        (name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest
-    ]
+    rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
     total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     for name, measured, formula, ddp in [*rows, total]:
         share = f"{measured / ddp:.0%}" if ddp else ""
-        table.add_row(
-            name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0]
-        )
+        table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])
     for name, nbytes in report.peak.items():
         if nbytes:
             table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
@@ -176,9 +172,7 @@ def communication(report: zs.Report, outcome: Outcome) -> Table:
     table.add_row("[bold]one step, measured", "", f"[bold]{megabytes(measured)}", end_section=True)
     table.add_row("one step, theory", "", megabytes(report.theory_nbytes_per_step))
     totals = report.communication.values()
-    table.add_row(
-        "all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))
-    )
+    table.add_row("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals)))
     if passes > 1:
         table.caption = f"Theory is for one backward pass; a step of this run had {passes}."
         table.caption_justify = "left"

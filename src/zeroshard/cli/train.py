@@ -184,9 +184,7 @@ def _resume(trainer: Trainer, path: Path, console: Console) -> RunFolder | None:
     return folder
 
 
-def _train(
-    trainer: Trainer, folder: RunFolder | None, console: Console, checkpoints: Path
-) -> tuple[float, list[StepResult]]:
+def _train(trainer: Trainer, folder: RunFolder | None, console: Console, checkpoints: Path) -> tuple[float, list[StepResult]]:
     """The run itself; returns bits per byte of the held-out text before it, and all steps."""
     options, results, saving = trainer.options, [], None
     before = _held_out_before(trainer, folder)

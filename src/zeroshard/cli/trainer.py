@@ -65,9 +65,7 @@ def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.O
         Path(OFFLOAD_PATH).mkdir(exist_ok=True)
     if options.tile_max_bytes is not None:
         zs.tile(model, max_bytes=options.tile_max_bytes, dtype=config.compute_dtype)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     model, optimizer = zs.shard(model, optimizer, config=config)
     if options.checkpoints:
         zs.checkpoint_activations(model, offload=options.activations())

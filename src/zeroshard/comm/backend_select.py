@@ -1,11 +1,11 @@
 """Which Comm serves this rank: chosen once per process group, by where its ranks are.
 
-    one process                           SharedComm of a world of one
-    a thread of `testing.run_threads`     SharedComm over threads
-    gloo, all ranks on one Linux host     SharedComm over processes
-    gloo across hosts                     DistComm; where several are on one, they have a SharedComm besides (`local`)
-    nccl                                  DistComm
-    fake (torch's fake process group)     FakeComm: this rank of a world in which nobody else is
+one process                           SharedComm of a world of one
+a thread of `testing.run_threads`     SharedComm over threads
+gloo, all ranks on one Linux host     SharedComm over processes
+gloo across hosts                     DistComm; where several are on one, they have a SharedComm besides (`local`)
+nccl                                  DistComm
+fake (torch's fake process group)     FakeComm: this rank of a world in which nobody else is
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ def of_mesh(mesh: Any, comm: Choice | None) -> tuple[Choice | None, list[list[in
         return comm, None
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
         got = f"one of shape {tuple(mesh.mesh.shape)}" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
-        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone, or name the others tp, ep or pp.")
+        raise ConfigError(
+            f"mesh: expected a DeviceMesh of 1 or 2 axes, got {got}. Pass the axes of data parallelism alone, or name the others tp, ep or pp."
+        )
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     if mesh.ndim == 1:
@@ -147,9 +149,7 @@ def _of_group(group: Any, device: torch.device, stall_timeout_s: float, option: 
             )
         group = group.get_group()
     if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            f"{option}: the process group has not been started: call torch.distributed.init_process_group() first."
-        )
+        raise ConfigError(f"{option}: the process group has not been started: call torch.distributed.init_process_group() first.")
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
             f"{option}: expected a DeviceMesh, a process group, a Comm or None, got {type(group).__name__}. A rank "

@@ -329,9 +329,7 @@ class Comm(ABC):
         after it, `drain` when all ranks have combined theirs.
         """
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         """out (shard_numel,) = [out +] scale * sum over ranks of source's shard of this rank, in fp32."""
 
         def combine(parts: list[Tensor]) -> Outcome:

@@ -1,9 +1,9 @@
 """How a rank ends, in words: what it tells its peers before it goes, and what they find out where it told nothing.
 
-    an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
-    a PeerFailed that it met  the rank that failed first, and what that said: no chain of victims
-    sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
-    SIGKILL, os._exit         nothing; its process's status is read    "rank 2 failed: its process was killed by ..."
+an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
+a PeerFailed that it met  the rank that failed first, and what that said: no chain of victims
+sys.exit(3)               noted in sys.exit, told at exit          "rank 2 left by sys.exit(3)"
+SIGKILL, os._exit         nothing; its process's status is read    "rank 2 failed: its process was killed by ..."
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a rank is doing, as it tells when a peer has waited too long for it: step, gather, collectives, Python stack.
 
-    training thread   notes each collective (an append to a short list) and what it waits for; it sends nothing
-    another thread    `Progress.report()`, only when a peer asks (`desk`): the notes, and the training thread's stack
-    who waits too long  `describe(reports)`: the sentence that its StallError carries, the same on every backend
+training thread   notes each collective (an append to a short list) and what it waits for; it sends nothing
+another thread    `Progress.report()`, only when a peer asks (`desk`): the notes, and the training thread's stack
+who waits too long  `describe(reports)`: the sentence that its StallError carries, the same on every backend
 """
 
 from __future__ import annotations

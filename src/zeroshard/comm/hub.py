@@ -31,7 +31,9 @@ CIRCLE_AFTER_S = 5.0  # a circle of waiting ranks that lasts this long is a dead
 class Meeting(Work):
     """Ranks read what the others have just written: it can when all sources are ready, and is drained when all have read."""
 
-    def __init__(self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]) -> None:
+    def __init__(
+        self, hub: Hub, key: Hashable, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+    ) -> None:
         """compute: given the number of the region that each peer uses, when all are there."""
         self.hub, self.key, self.peers, self.label, self.compute = hub, key, peers, label, compute
         self.finished = False
@@ -97,7 +99,9 @@ class Hub:
         threads = isinstance(transport, ThreadTransport)
         self.desk: Desk = ThreadDesk(transport.world.boards, progress) if threads else Desk()  # processes: see `backend_select`
 
-    def meet(self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]) -> Meeting:
+    def meet(
+        self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]
+    ) -> Meeting:
         """Tell `peers` (this rank among them) that region `number` is ready; `compute` runs when all are."""
         key = (*tag, self._turn[tag])
         self._turn[tag] += 1
@@ -232,7 +236,8 @@ class Hub:
             peer = first if first is not None else next(peer for peer in missing if peer in self._lost)
             self.fail(Failure(self.ranks[peer], self._lost[peer] if peer != first else self.desk.how_it_ended(peer)))
         if self.failed is None and self.desk.told is not None:
-            self.fail(self.desk.told)  # a rank of another host: ranks of this one, which may wait for this rank alone, hear of it first
+            # a rank of another host: ranks of this one, which may wait for this rank alone, hear of it first
+            self.fail(self.desk.told)
         if self.failed is not None:
             raise self.failed.raised(self.place(label))
 

@@ -115,9 +115,7 @@ class SharedComm(Comm):
 
     def _open_all(self, handle: object, mine: Tensor) -> list[Tensor]:
         handles = self._exchange(handle, "allocate")
-        memory = [
-            mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)
-        ]
+        memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
         self._exchange(None, "memory opened")
         self.transport.forget(handle)
         return memory

@@ -31,9 +31,7 @@ SEPARATOR = b"\0"
 MAX_CORPUS_NBYTES = 2**30
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "site-packages", "dist-packages"})
 # Of the standard library: tests repeat themselves, encodings and pydoc_data are tables.
-SKIPPED_IN_STDLIB = frozenset(
-    {"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"}
-)
+SKIPPED_IN_STDLIB = frozenset({"test", "tests", "idlelib", "idle_test", "lib2to3", "encodings", "pydoc_data", "turtledemo"})
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,7 @@ def read_corpus(folder: str | Path | None = None, *, held_out_nbytes: int = 2**1
         raise ValueError(f"data: expected a folder or a file with text, got {str(root)!r}, which does not exist")
     documents = dict(_read_documents(root, stdlib=folder is None))
     if not documents:
-        raise ValueError(
-            f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)"
-        )
+        raise ValueError(f"data: expected text files below {str(root)!r}, found none (files with zero bytes are skipped)")
     name = "Python standard library" if folder is None else root.name or str(root)
     if len(documents) == 1:
         return _split_tail(name, *next(iter(documents.items())), held_out_nbytes)
@@ -169,9 +165,7 @@ class Batches:
         """Micro-batch `micro` of `rank`: inputs and targets, each (batch / world_size / accumulate, seq)."""
         count, rest = divmod(self.batch, world_size * accumulate)
         if rest or not count:
-            raise ValueError(
-                f"batch: expected a multiple of ranks x accumulate = {world_size} x {accumulate}, got {self.batch}"
-            )
+            raise ValueError(f"batch: expected a multiple of ranks x accumulate = {world_size} x {accumulate}, got {self.batch}")
         return self.rows(step, (rank * accumulate + micro) * count, count)
 
 

@@ -160,7 +160,5 @@ def bytes_of(tensor: Tensor) -> memoryview:
         return memoryview(b"")
     end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
     if tensor.untyped_storage().nbytes() < end or not tensor.data_ptr():
-        raise ValueError(
-            f"expected a tensor that has its memory, got shape {tuple(tensor.shape)} without; was it released?"
-        )
+        raise ValueError(f"expected a tensor that has its memory, got shape {tuple(tensor.shape)} without; was it released?")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -496,7 +496,9 @@ class Engine:
         calls: the system, or what a test puts in its place.
     """
 
-    def __init__(self, threads: int = 4, block_nbytes: int = 8 << 20, checksum: bool = False, calls: Syscalls | None = None) -> None:
+    def __init__(
+        self, threads: int = 4, block_nbytes: int = 8 << 20, checksum: bool = False, calls: Syscalls | None = None
+    ) -> None:
         if threads < 1:
             raise ValueError(f"expected at least one thread, got threads={threads}")
         if block_nbytes < ALIGN or block_nbytes % ALIGN:

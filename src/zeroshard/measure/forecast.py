@@ -164,9 +164,7 @@ def _offloaded_runs(runtime: Runtime) -> list[Run]:
     return [run for runs in core.runs for run in runs if run.tensor is None and run.numel] if core is not None else []
 
 
-def _predict(
-    runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: float
-) -> tuple[dict[str, float], float]:
+def _predict(runtime: Runtime, work: _Work, rates: dict[str, float], compute_s: float) -> tuple[dict[str, float], float]:
     """Seconds by resource, and of the step."""
     host_s = work.stepped_numel / rates[HOST_STEP] if HOST_STEP in rates else 0.0
     copy_s = max((nbytes / rates[_name(link)] for link, nbytes in work.copied.items()), default=0.0)

@@ -98,9 +98,7 @@ class Report:
             lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
         for kind, t in self.communication.items():
             lines.append(f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent")
-        lines.append(
-            f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})"
-        )
+        lines.append(f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})")
         if self.theory_between_nbytes_per_step:
             measured, theory = self.measured_between_nbytes_per_step, self.theory_between_nbytes_per_step
             lines.append(f"of them between nodes: {measured:,} bytes (theory {theory:,})")
@@ -116,9 +114,7 @@ def report(model: nn.Module) -> Report:
     """The report of a sharded model on this rank (not collective)."""
     runtime = runtime_of(model)
     ledger, world = runtime.ledger, runtime.comm.world_size
-    elsewhere = {
-        tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()
-    }
+    elsewhere = {tier.value: {name: nbytes for name, nbytes in held.items() if nbytes} for tier, held in ledger.elsewhere.items()}
     states = {name: ledger.now[name] + sum(held.get(name, 0) for held in elsewhere.values())
               for name in (PARAMETERS, GRADIENTS, OPTIMIZER, MASTERS)}  # fmt: skip
     states[OPTIMIZER] += states.pop(MASTERS)
@@ -153,7 +149,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _numbers(runtime: Runtime) -> str:
-    """"bf16 and fp32", the most frequent first. A precision of fp32 takes a model as it was given, maybe in bf16."""
+    """ "bf16 and fp32", the most frequent first. A precision of fp32 takes a model as it was given, maybe in bf16."""
     numels: dict[str, int] = {}
     known = {dtype: name for name, dtype in PRECISIONS.items()}
     for group in runtime.groups:
@@ -176,7 +172,9 @@ def _formula(runtime: Runtime, sharded: bool) -> dict[str, int]:
     totals = dict.fromkeys(STATES, 0)
     for group in runtime.groups:
         numel = group.layout.true_numel
-        totals[PARAMETERS] += held(row.parameter if group.values.sharded else Placement.REPLICATED, numel * group.values.full.itemsize)
+        totals[PARAMETERS] += held(
+            row.parameter if group.values.sharded else Placement.REPLICATED, numel * group.values.full.itemsize
+        )
         if group.grads is not None:
             totals[GRADIENTS] += held(row.gradient, numel * group.grads.dtype.itemsize)
             master = 4 if group.master is not None else 0

@@ -1,10 +1,10 @@
 """What the axes of a mesh are for: those of data parallelism, over which states are sharded, and those of the model.
 
-    mesh ("pp", "dp", "tp")      this rank's place: pp 1, tp 0
+mesh ("pp", "dp", "tp")      this rank's place: pp 1, tp 0
 
-    control    its ranks along dp                      gather, reduce, agree on what comes next
-    peers      its ranks along dp and tp               hold parts of the same parameters: norms of tensors
-    world      all of them                             one optimizer step: norm, verdict, checkpoints, failures
+control    its ranks along dp                      gather, reduce, agree on what comes next
+peers      its ranks along dp and tp               hold parts of the same parameters: norms of tensors
+world      all of them                             one optimizer step: norm, verdict, checkpoints, failures
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _axes_of(mesh: Any, comm: backend_select.Choice | None, distributed: dict[st
 
 def _check(mesh: Any, comm: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"mesh: expected a DeviceMesh of 1 or 2 axes, and others named of {MODEL_AXES}, got {type(mesh).__name__}.")
+        raise ConfigError(
+            f"mesh: expected a DeviceMesh of 1 or 2 axes, and others named of {MODEL_AXES}, got {type(mesh).__name__}."
+        )
     if comm is not None:
         raise ConfigError("mesh and comm both say which ranks take part: give one of them.")
     names = mesh.mesh_dim_names or ()
@@ -121,7 +123,9 @@ def _check_distributed(mesh: DeviceMesh, model: list[str], distributed: dict[str
             )
         places = torch.isin(tensor.device_mesh.mesh, mesh.mesh)
         if not bool(places.all()):
-            raise ConfigError(f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh.")
+            raise ConfigError(
+                f"{name} is a DTensor over ranks {tensor.device_mesh.mesh.tolist()}, which are not all in the mesh."
+            )
 
 
 def _split(mesh: DeviceMesh, model: list[str]) -> Axes:

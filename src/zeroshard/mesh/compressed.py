@@ -183,9 +183,7 @@ class CompressedReductions(_Compressed):
             return self.comm.volume(kind, numel, dtype)
         return self.comm.volume(kind, self._packed_nbytes(numel), torch.uint8)
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         if not self.active():
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         numel = source.tensor.numel() // self.world_size

@@ -80,7 +80,8 @@ class HierarchicalComm(Wrapper):
     def allocate(self, numel: int, dtype: torch.dtype, *, whole: bool) -> Region:
         if self.comm.shares_memory:
             region = self.comm.allocate(numel, dtype, whole=whole)
-            wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []  # of imagined ranks there are none
+            # of imagined ranks there are none
+            wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []
             return self._region(region, [region.shards[r] for r in self._order], wholes, whole)
         region = self.inner.allocate(numel, dtype, whole=whole)
         mine: dict[int, Tensor] = dict(zip(self._near, region.wholes if whole else region.shards, strict=False))
@@ -201,9 +202,7 @@ class HierarchicalComm(Wrapper):
         assert self._rows is not None
         return self._rows, *self._rows.take(numel, dtype, whole=False)
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
         assert self._sums is not None
         slot, sums = self._sums.take(numel, dtype)

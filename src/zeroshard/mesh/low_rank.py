@@ -75,9 +75,7 @@ class LowRankReductions(Wrapper):
         volumes = [self.comm.volume(kind, part, torch.float32) for part in parts for kind in ("reduce", "gather")]
         return Sent(*(sum(each) for each in zip(*volumes, strict=True)))
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         if not self.active():
             return self.comm.reduce(source, out, scale=scale, accumulate=accumulate, tag=tag, label=label)
         assert len(self._pools) == 2
@@ -100,9 +98,7 @@ class LowRankReductions(Wrapper):
         first.sent = self.reduction_volume(tag, out.numel(), flat.dtype)
         return first
 
-    def _all_reduce(
-        self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]
-    ) -> Work:
+    def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
         """Call `then` with the mean over ranks of `values` (n,), in `region`, when it is there, and the work that reads it."""
         numel = values.numel()
         region.tensor[:numel].copy_(values)

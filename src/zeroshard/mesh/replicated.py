@@ -67,9 +67,7 @@ class ReplicatedComm(Wrapper):
         across = self.outer.volume("reduce", part, dtype), self.outer.volume("gather", part, dtype)
         return Sent(*(sum(each) for each in zip(inside, *across, strict=True)))
 
-    def reduce(
-        self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str
-    ) -> Work:
+    def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
         assert self._sums is not None
         slot, sums = self._sums.take(round_up(numel, self.replicas), sent)

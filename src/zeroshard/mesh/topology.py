@@ -1,9 +1,9 @@
 """From options and ranks to Comms: which one controls, which one has the shards, through which ones values and gradients travel.
 
-    plain               comm                                    comm
-    groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
-    nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
-    qwZ                 CompressedGathers over what carries the shards
+plain               comm                                    comm
+groups (MiCS)       ReplicatedComm(inside, across)          + CompressedReductions in both hops
+nodes (hpZ, hosts)  HierarchicalComm(inside, between)       + CompressedReductions in both hops
+qwZ                 CompressedGathers over what carries the shards
 """
 
 from __future__ import annotations
@@ -61,11 +61,24 @@ class Topology:
 
     @classmethod
     def flat(
-        cls, comm: Comm, peers: Comm | None = None, world: Comm | None = None, places: Parts | None = None, stages: Parts | None = None
+        cls,
+        comm: Comm,
+        peers: Comm | None = None,
+        world: Comm | None = None,
+        places: Parts | None = None,
+        stages: Parts | None = None,
     ) -> Topology:
         """One hop, nothing packed."""
         return cls(
-            comm, comm, comm, comm, comm, peers=peers, world=world, places=places or [], stages=stages or []  # type: ignore[arg-type]
+            comm,
+            comm,
+            comm,
+            comm,
+            comm,
+            peers=peers,
+            world=world,
+            places=places or [],
+            stages=stages or [],  # type: ignore[arg-type]
         )
 
     @property
@@ -121,7 +134,9 @@ def check(config: Config, comm: Comm, nodes: Parts | None = None) -> None:
         if size is None or size == 1:
             continue
         if nodes is not None and name == "shard_size":
-            raise ConfigError(f"shard_size={size} with a mesh: the mesh's inner axis has {len(nodes[0])} ranks. Give one of them.")
+            raise ConfigError(
+                f"shard_size={size} with a mesh: the mesh's inner axis has {len(nodes[0])} ranks. Give one of them."
+            )
         if comm.world_size % size:
             fits = [n for n in range(1, comm.world_size + 1) if comm.world_size % n == 0]
             nearest = min(fits, key=lambda n: abs(n - size))

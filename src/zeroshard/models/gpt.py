@@ -167,9 +167,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.position = nn.Embedding(config.seq_len, config.dim) if config.positions == "learned" else None
-        self.ngrams = nn.ModuleList(
-            nn.Embedding(config.ngram_rows, config.dim) for _ in NGRAM_LENGTHS if config.ngram_rows
-        )
+        self.ngrams = nn.ModuleList(nn.Embedding(config.ngram_rows, config.dim) for _ in NGRAM_LENGTHS if config.ngram_rows)
         self.embedding_norm = nn.LayerNorm(config.dim, bias=config.bias) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)

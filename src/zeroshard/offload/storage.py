@@ -327,7 +327,9 @@ class ImaginedRest(Rest):
     def _move(self, source: Tier, target: Tier, nbytes: int) -> Pending:
         streams = self.tiers.streams
         self.tiers.ledger.move(source, target, nbytes)
-        return _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else MOVED
+        return (
+            _Imagined(streams, streams.watcher.moved(source, target, nbytes)) if isinstance(streams, ImaginedStreams) else MOVED
+        )
 
     def load(self, start: int, stop: int) -> Tensor:
         out = torch.empty(stop - start, dtype=self.dtype, device=self.tiers.comm.device)

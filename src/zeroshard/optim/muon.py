@@ -85,7 +85,10 @@ whole_matrix(Muon, where=lambda param, options: options["use_muon"])
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return [{**group, "params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])} for group in groups]
+    return [
+        {**group, "params": [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])}
+        for group in groups
+    ]
 
 
 def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
@@ -101,5 +104,7 @@ def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
     halves = [(use_muon, [param for param in members if kind(param) is use_muon]) for use_muon in (True, False)]
     for param in halves[0][1]:
         if param.dim() != 2:
-            raise ConfigError(f"zs.Muon: a parameter of shape {tuple(param.shape)} has use_muon=True: expected matrices, of 2 dimensions.")
+            raise ConfigError(
+                f"zs.Muon: a parameter of shape {tuple(param.shape)} has use_muon=True: expected matrices, of 2 dimensions."
+            )
     return [(use_muon, half) for use_muon, half in halves if half]

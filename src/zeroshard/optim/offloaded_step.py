@@ -424,7 +424,8 @@ class HostStepper:
             if name not in slab.parts:
                 self._bring(slab, name, slab.job.states.column(name, value.dtype), read=False, write=True)
             place = slab.parts[name][start : start + param.numel()]
-            if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):  # else stepped in place
+            # else stepped in place
+            if torch_compat.storage_id(place.untyped_storage()) != torch_compat.storage_id(value.untyped_storage()):
                 place.copy_(value)
 
 

@@ -101,7 +101,9 @@ class OptimizerCore:
         """
         total, account = sum(core._square_sum() for core in self.allied) / self._scale() ** 2, self.runtime.account
         watches = [core.runtime.values for core in self.allied]
-        mine = struct.pack(f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches))
+        mine = struct.pack(
+            f"<dd?{len(watches)}Q", total, account.weight, account.unweighted, *(watch.fingerprint() for watch in watches)
+        )
         again = "" if account.clipped is None else " anew (it was not finite, or gradients were written since)"
         parts = self.world.exchange(mine, f"optimizer step: gradient norm{again}{self.runtime.attendance.remark()}")
         everyone = [struct.unpack(f"<dd?{len(watches)}Q", part) for part in parts]
@@ -157,7 +159,9 @@ class OptimizerCore:
         if self._usable(norm) and max_norm is not None:
             coefficient = min(max_norm / (norm + 1e-6), 1.0)  # in this order NaN stays, as in torch
         for core in self.allied:
-            core._take_norm(Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor, stepping and core is self)
+            core._take_norm(
+                Clipped(norm, coefficient, max_norm, [], of_ally=core is not self), divisor, stepping and core is self
+            )
         return norm
 
     def _take_norm(self, found: Clipped, divisor: float, stepping: bool) -> None:
@@ -196,7 +200,9 @@ class OptimizerCore:
         for unit in runtime.units:
             unit.check_unchanged()
             if unit.pinned:
-                raise ZeroshardError(f"optimizer.step() inside zs.gathered: {unit.name} is whole, for a while. Step outside of it.")
+                raise ZeroshardError(
+                    f"optimizer.step() inside zs.gathered: {unit.name} is whole, for a while. Step outside of it."
+                )
         check_members(self.outer, self.members, runtime.groups)
         runtime.flush()
         runtime.attendance.tell("step", plain_options(self.outer))
@@ -244,13 +250,11 @@ class OptimizerCore:
                 if self.runtime.progress.scaler is not None
                 else " Check the data and the learning rate."
             )
-            raise NonFiniteError(
-                f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}"
-            )
+            raise NonFiniteError(f"{limit} steps in a row had non-finite gradients (last: {', '.join(names[:5])}).{hint}")
         return self.last_step
 
     def _nonfinite_names(self) -> tuple[str, ...]:
-        """"name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
+        """ "name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
         groups = self.stepped_groups
         senders = [sorted(group.grads.culprits) for group in groups]
         mine = [
@@ -290,7 +294,9 @@ class OptimizerCore:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run)
         before = self._settings() if self.host is not None or whole else None
-        step_on_device(self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device)
+        step_on_device(
+            self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device
+        )
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = None
@@ -533,7 +539,9 @@ class ShardedOptimizer:
 
     def add_param_group(self, param_group: dict) -> None:
         """Refused: buffers are laid out already."""
-        raise ConfigError("add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer.")
+        raise ConfigError(
+            "add_param_group() after zs.shard(): add the group before, or zs.close() the model and shard it with a new optimizer."
+        )
 
 
 _NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and the inner's own
@@ -541,7 +549,9 @@ _NOT_COPIED = {"core", "param_groups", "state", "step"}  # the outer's own and t
 
 def plain_options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Options of the parameter groups that are numbers, texts or lists of these: what ranks can tell each other."""
-    groups = [{k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups]
+    groups = [
+        {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in g.items()} for g in optimizer.param_groups
+    ]
     return [{k: v for k, v in group.items() if k != "params" and _is_plain(v)} for group in groups]
 
 
@@ -583,4 +593,6 @@ def _sharded_class(cls: type) -> type:
     """The subclass of a class of optimizers whose objects are sharded: one, and by the class's name, which loggers show."""
     bases = (ShardedOptimizer, cls, DropsGradients)
     found = next((each for each in cls.__subclasses__() if each.__bases__ == bases), None)
-    return found or type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    return found or type(
+        cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    )

@@ -81,7 +81,9 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
-                how, alone = _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).outcome(), param)
+                how, alone = _on_some_device(
+                    lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).outcome(), param
+                )
             except Sends as error:
                 if error.large:
                     raise
@@ -92,7 +94,9 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
                 found.append((numbers, how, alone))
     if not found:
         return None
-    return Departure(sorted({number for numbers, _, _ in found for number in numbers}), found[0][1], all(alone for _, _, alone in found))
+    return Departure(
+        sorted({number for numbers, _, _ in found for number in numbers}), found[0][1], all(alone for _, _, alone in found)
+    )
 
 
 def sends(optimizer: torch.optim.Optimizer) -> str | None:
@@ -174,7 +178,9 @@ class _Trial:
 
     def _optimizer(self, leaves: list[nn.Parameter]) -> torch.optim.Optimizer:
         inner = inner_copy(self.optimizer)
-        own = {k: v for k, v in vars(inner).items() if k not in ("state", "param_groups", "defaults") and not k.endswith("_hooks")}
+        own = {
+            k: v for k, v in vars(inner).items() if k not in ("state", "param_groups", "defaults") and not k.endswith("_hooks")
+        }
         vars(inner).update(_copied(own))
         options = _copied({k: v for k, v in self.group.items() if k != "params"})
         for key in ("lr", "initial_lr"):
@@ -183,7 +189,9 @@ class _Trial:
             elif isinstance(options.get(key), float):
                 options[key] = _LR
         inner.param_groups = [{**options, "params": leaves}]
-        inner.state = defaultdict(dict, {leaf: self._state(leaf) for leaf in leaves} if self.optimizer.state.get(self.param) else {})
+        inner.state = defaultdict(
+            dict, {leaf: self._state(leaf) for leaf in leaves} if self.optimizer.state.get(self.param) else {}
+        )
         for leaf in leaves:
             if leaf.shape == self.shape and leaf.numel() == self.numel:  # runs have no attributes of their own
                 vars(leaf).update({k: v for k, v in vars(self.param).items() if isinstance(v, (bool, int, float, str))})

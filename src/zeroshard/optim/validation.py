@@ -17,7 +17,8 @@ from .lion import Lion
 from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
-_IN_BACKWARD = "_in_backward_optimizers"  # the attribute by which torch.distributed.optim marks parameters that it steps in backward
+# the attribute by which torch.distributed.optim marks parameters that it steps in backward
+_IN_BACKWARD = "_in_backward_optimizers"
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
     "LARS": "scales each parameter's update by the norms of the whole",

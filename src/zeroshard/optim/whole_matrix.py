@@ -86,7 +86,9 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
     """Raise ConfigError where a parameter is to be stepped whole of which a rank has a part alone, or beside the training."""
     whole = whole_parameters(optimizer)
     if whole and delayed:
-        raise ConfigError(f"delayed_update: {type(optimizer).__name__} steps whole parameters, which ranks collect together: leave it out.")
+        raise ConfigError(
+            f"delayed_update: {type(optimizer).__name__} steps whole parameters, which ranks collect together: leave it out."
+        )
     for spec in specs:
         if id(spec.original) in whole and part_of(*spec.owners[0]) is not None:
             raise ConfigError(

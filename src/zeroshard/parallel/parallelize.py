@@ -91,7 +91,8 @@ def parallelize(
     if chosen is not None:
         for module in modules:
             part = _of_stage(chosen, module)
-            stays_cut = loss_parallel and (part.head is not None or chosen.head is None)  # apply says where there is no head at all
+            # apply says where there is no head at all
+            stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
     pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
@@ -126,7 +127,8 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
     params = list(module.parameters())
     if any(param.requires_grad for param in params):
         return make(iter(params))
-    stand_in = nn.Parameter(torch.zeros(1, 1, dtype=params[0].dtype, device=params[0].device))  # a function may look at dimensions
+    # a function may look at dimensions
+    stand_in = nn.Parameter(torch.zeros(1, 1, dtype=params[0].dtype, device=params[0].device))
     made = make(iter([stand_in]))
     for group in made.param_groups:
         group["params"] = params if any(param is stand_in for param in group["params"]) else []
@@ -315,4 +317,3 @@ def _logits(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     return output.logits if hasattr(output, "logits") else output[0]
-

@@ -157,14 +157,14 @@ def _held(runtime: Runtime, reduce: bool) -> Iterator[None]:
 class Pipeline:
     """The stages of this rank, bound to a schedule. `step` is a forward and backward of the whole model.
 
-        own = zs.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), 1)
-        (stage,) = zs.cut_stages(model, 2, own)
-        stage, optimizer = zs.shard(stage, AdamW(stage.parameters()), mesh=mesh, stage=1)
-        pipeline = zs.Pipeline(stage, mesh["pp"], micro_batches=8, loss=cross_entropy)
-        for tokens, targets in loader:
-            loss = pipeline.step(tokens, target=targets)
-            optimizer.step()
-            optimizer.zero_grad()
+    own = zs.stages_of(mesh["pp"].get_local_rank(), mesh["pp"].size(), 1)
+    (stage,) = zs.cut_stages(model, 2, own)
+    stage, optimizer = zs.shard(stage, AdamW(stage.parameters()), mesh=mesh, stage=1)
+    pipeline = zs.Pipeline(stage, mesh["pp"], micro_batches=8, loss=cross_entropy)
+    for tokens, targets in loader:
+        loss = pipeline.step(tokens, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     def __init__(
@@ -208,7 +208,9 @@ class Pipeline:
         for runtime in self.runtimes:
             if any(unit.sharded for unit in runtime.units):
                 times = 2 * self.micro_batches
-                runtime.tell(f"a pipeline at stage 3 gathers each unit {times} times a step; max_live_parameters keeps some between them")
+                runtime.tell(
+                    f"a pipeline at stage 3 gathers each unit {times} times a step; max_live_parameters keeps some between them"
+                )
 
     def _agree(self, schedule: str) -> None:
         """Raise what is wrong on any rank of the pipeline, or of the data parallelism, on all of them."""
@@ -223,7 +225,9 @@ class Pipeline:
                 "all stages. Give zs.shard one of a stage's parameters even where all are frozen: AdamW(stage.parameters())."
             )
         if wrong is None and any(row != told[0] for row in told):
-            wrong = f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
+            wrong = (
+                f"ranks of a pipeline have built different ones: (schedule, micro_batches, stages) {[row[1:] for row in told]}."
+            )
         payload = f"{wrong or ''}|{self.micro_batches}".encode()
         for runtime in self.runtimes:
             everyone = [part.decode().rpartition("|") for part in runtime.comm.exchange(payload, "zs.Pipeline")]
@@ -250,15 +254,21 @@ class Pipeline:
             return f"{self.micro_batches} micro-batches for {least} stages: {schedule} needs at least {least}. GPipe takes fewer."
         places = [getattr(stage, "pipeline_stage", None) for stage in self.stages]
         count = self.ranks * len(self.stages)
-        if any(place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)):
+        if any(
+            place is not None and (place.index, place.count) != (index, count) for place, index in zip(places, own, strict=True)
+        ):
             given = [(place.index, place.count) for place in places if place is not None]
-            return f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
+            return (
+                f"rank {self.rank} of the pipeline has stages {own} of {count} with schedule {schedule}, and was given {given}."
+            )
         return next(filter(None, map(self._unserved, self.runtimes)), None) if self.ranks > 1 else None
 
     def _unserved(self, runtime: Runtime) -> str | None:
         """Options by which a step of one stage depends on what only the others know."""
         if runtime.config.precision == "fp16":
-            return "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
+            return (
+                "precision='fp16' with a pipeline: each stage would scale gradients anew. Use 'bf16', whose range needs no scale."
+            )
         if runtime.optimizer is not None and runtime.world is runtime.comm:
             return (
                 "a stage of a pipeline was sharded over its data-parallel ranks alone (comm=): it would know neither the norm of the other "
@@ -353,7 +363,9 @@ class Pipeline:
         told = exchange_objects(key, self.group)
         if any(other != key for other in told):
             shapes = [[(*shape,) for shape, _ in other[1:]] for other in told]
-            raise ConfigError(f"ranks of a pipeline have given different batches, or one trains and another evaluates: inputs {shapes}.")
+            raise ConfigError(
+                f"ranks of a pipeline have given different batches, or one trains and another evaluates: inputs {shapes}."
+            )
 
     # -- what torch is given ---------------------------------------------------------------------------------
 

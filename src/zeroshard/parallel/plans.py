@@ -298,4 +298,3 @@ def resolve(model: nn.Module, name: str) -> tuple[nn.Module, str | None]:
     if last in torch_compat.own_parameters(owner):
         return owner, last
     return getattr(owner, last), None
-

@@ -135,7 +135,9 @@ class _End:
 
 
 def _hidden_argument(kwargs: dict[str, Any]) -> str:
-    return "hidden_states" if "hidden_states" in kwargs else next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+    if "hidden_states" in kwargs:
+        return "hidden_states"
+    return next(name for name, value in kwargs.items() if isinstance(value, Tensor))
 
 
 class StandIn(nn.Module):
@@ -256,16 +258,24 @@ class _Watch(TorchFunctionMode):
 
 
 @torch.no_grad()
+def _stand_ins(tensors: list[tuple[str, Tensor]]) -> tuple[dict[int, Tensor], Any]:
+    """What a watched forward computes with, by the id of the tensor it stands for, and the context it runs in.
+
+    Buffers are copied, since running statistics are not of this forward; where a tensor is on "meta", all are fake.
+    """
+    if not any(tensor.is_meta for _, tensor in tensors):  # of what is really there, three tokens are computed
+        return {id(t): t if isinstance(t, nn.Parameter) else t.clone() for _, t in tensors}, contextlib.nullcontext()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        return {id(t): torch.empty(t.shape, dtype=t.dtype) for _, t in tensors}, fake
+
+
 def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, kwargs: dict[str, Any]) -> _Uses:
     inside = {id(param) for block in blocks for param in block.parameters()}
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    shadow = {id(t): t for _, t in model.named_parameters(remove_duplicate=False)}
-    shadow |= {id(t): t.clone() for _, t in model.named_buffers(remove_duplicate=False)}  # running statistics are not of this forward
-    fake: Any = contextlib.nullcontext()
-    if any(t.is_meta for _, t in tensors):  # of what is really there, three tokens are computed
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
+    shadow, fake = _stand_ins(tensors)
+    if any(tensor.is_meta for _, tensor in tensors):
         with fake:
-            shadow = {id(t): torch.empty(t.shape, dtype=t.dtype) for _, t in tensors}
             example = torch.zeros(example.shape, dtype=example.dtype)
     example = example.to(next(iter(shadow.values())).device)
     outer: dict[int, list[str]] = {}
@@ -312,10 +322,12 @@ def _watch_forward(model: nn.Module, blocks: list[nn.Module], example: Tensor, k
 
     handles = []
     for number, block in enumerate(blocks):
-        handles += [block.register_forward_pre_hook(block_begins(number), with_kwargs=True), block.register_forward_hook(block_ends)]
+        handles.append(block.register_forward_pre_hook(block_begins(number), with_kwargs=True))
+        handles.append(block.register_forward_hook(block_ends))
     for name, module in _owners(model, inside):
         if name:
-            handles += [module.register_forward_pre_hook(begins(name)), module.register_forward_hook(ends(name), with_kwargs=True)]
+            handles.append(module.register_forward_pre_hook(begins(name)))
+            handles.append(module.register_forward_hook(ends(name), with_kwargs=True))
     try:
         with fake, _Watch(seen), torch.random.fork_rng(enabled=not tensors[0][1].is_meta):
             replaced = {n: shadow[id(t)] for n, t in tensors if shadow[id(t)] is not t}
@@ -494,7 +506,8 @@ class _Cutter:
             chosen = {key: members[number][1] for number, (key, _) in enumerate(members) if number in place.blocks}
             made: nn.Module = StageBlocks(chosen, place.passage, place.index > 0, place.index < place.count - 1)
         elif self._elsewhere(name, module):
-            made = StandIn(self.place.passage, self.uses.outputs.get(name, ()), module)  # of one that no forward calls: of any shape
+            # of one that no forward calls: of any shape
+            made = StandIn(self.place.passage, self.uses.outputs.get(name, ()), module)
         else:
             made = copy.copy(module)
             made.__dict__.update({k: v.copy() for k, v in module.__dict__.items() if isinstance(v, dict)})
@@ -504,7 +517,9 @@ class _Cutter:
             params.update({key: self.own.get(id(param), param) for key, param in params.items()})
             self.made[id(module)] = made
             for key, child in torch_compat.own_modules(module).items():
-                torch_compat.own_modules(made)[key] = None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+                torch_compat.own_modules(made)[key] = (
+                    None if child is None else self._copy(f"{name}.{key}" if name else key, child)
+                )
         self.made[id(module)] = made
         made.training = module.training
         return made

@@ -27,7 +27,9 @@ from ..zero.unit import ParamGroup
 class TiedParameters:
     """The parameters that stages of this rank share with others of its pipeline."""
 
-    def __init__(self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, stages: Sequence[nn.Module], own: Sequence[int], group: dist.ProcessGroup, rank_of: Callable[[int], int]
+    ) -> None:
         """Collective: values become those of the lowest stage that has them. rank_of: number of a stage -> its rank in the group."""
         self.group, self.sent_nbytes = group, 0
         self.copies: dict[tuple, dict[int, tuple[ParamGroup, int]]] = {}  # by names, by stage: this rank's
@@ -140,7 +142,9 @@ def _gradient(group: ParamGroup, index: int) -> Tensor:
     grads, home, slot = group.grads, group.homes[index], group.layout.slots[index]
     if not grads.reduced:
         grads.zero()
-    place = grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.begin + home.stop - home.start)
+    place = (
+        grads.full[slot.offset : slot.stop] if grads.replicated else grads.load(home.begin, home.begin + home.stop - home.start)
+    )
     return place.contiguous()
 
 

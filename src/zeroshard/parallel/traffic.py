@@ -19,7 +19,13 @@ from ..zero.runtime import runtime_of
 from .pipeline import Pipeline
 
 _COUNTED_STEP = 1
-_PASSES = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0, "all_to_all_single": 1.0, "broadcast": 1.0}
+_PASSES = {
+    "all_reduce": 2.0,
+    "all_gather_into_tensor": 1.0,
+    "reduce_scatter_tensor": 1.0,
+    "all_to_all_single": 1.0,
+    "broadcast": 1.0,
+}
 
 
 def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | None:
@@ -92,4 +98,6 @@ class Traffic:
         """A line for each axis; before the second step, that nothing has been counted."""
         if not self.counted:
             return "what the axes send is counted in the second step"
-        return "\n".join(f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.counted.items())
+        return "\n".join(
+            f"{axis}: {nbytes / 2**20:,.2f} MiB sent by this rank in a step" for axis, nbytes in self.counted.items()
+        )

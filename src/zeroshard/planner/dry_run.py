@@ -86,7 +86,8 @@ def plan(
     token = imagination.set(kind)
     try:
         _check_options(axes, parallel or {}, checkpointing)
-        with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:  # wherever it is asked: what is planned trains
+        # wherever it is asked: what is planned trains
+        with torch.inference_mode(False), torch.enable_grad(), _built(model_fn) as model:
             run = _Run(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
                 model_fn if whole else None,
@@ -101,21 +102,29 @@ def plan(
 def _check_options(axes: Mapping[str, int], parallel: Mapping[str, Any], checkpointing: bool | Mapping[str, Any]) -> None:
     """What is unknown or would have no effect is refused."""
     _check_names("parallel", parallel, parallelize, ("model", "mesh", "optimizer", "micro_batches", "config", "options"))
-    _check_names("checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off"))
+    _check_names(
+        "checkpointing", {} if isinstance(checkpointing, bool) else checkpointing, checkpoint_activations, ("model", "off")
+    )
     if parallel and not any(axes[axis] > 1 for axis in MODEL_AXES):
         raise ConfigError(f"parallel: {', '.join(parallel)} are options of zs.parallelize, for axes pp and tp; got {dict(axes)}.")
     if isinstance(checkpointing, Mapping) and checkpointing.get("partition") is True and axes["tp"] == 1:
-        raise ConfigError(f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.')
+        raise ConfigError(
+            f'checkpointing: "partition": True is over the ranks of tp, of which there is one: {dict(axes)}. Leave it out.'
+        )
 
 
 def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...]) -> None:
     """Options of a verb of zs, of which those named `apart` are given otherwise."""
     known = [name for name in inspect.signature(verb).parameters if name not in apart]
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{what}: expected {'True, False or ' * (what == 'checkpointing')}options of zs.{verb.__name__} by name, got {given!r}.")
+        raise ConfigError(
+            f"{what}: expected {'True, False or ' * (what == 'checkpointing')}options of zs.{verb.__name__} by name, got {given!r}."
+        )
     for name in given:
         if name not in known:
-            raise ConfigError(f"{what}: expected options of zs.{verb.__name__}, {', '.join(known)}; got {name!r}.{did_you_mean(name, known)}")
+            raise ConfigError(
+                f"{what}: expected options of zs.{verb.__name__}, {', '.join(known)}; got {name!r}.{did_you_mean(name, known)}"
+            )
 
 
 def observe(
@@ -165,10 +174,14 @@ def _check(
     model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object, **switches: object
 ) -> None:
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
-        raise ConfigError(f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}.")
+        raise ConfigError(
+            f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}."
+        )
     shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
     if not shaped and not callable(batch):
-        raise ConfigError(f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}.")
+        raise ConfigError(
+            f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}."
+        )
     for name, value in (("loss", loss), ("optimizer", optimizer)):
         if value is not None and not callable(value):
             raise ConfigError(f"{name}: expected a function, got {value!r}.")
@@ -248,7 +261,9 @@ class _Run:
     def plan(self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool) -> Plan:
         meshed = any(self.axes[axis] > 1 for axis in MODEL_AXES)
         if meshed and self.loss is not None:
-            raise ConfigError("loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them.")
+            raise ConfigError(
+                "loss: over axes pp and tp the model is one of tokens -> logits, and parallel={'loss': ...} compares them."
+            )
         with self._world(meshed) as mesh, self.recorder.meter.listening():
             operators = Operators(self.recorder, Groups() if mesh is None else self._groups(mesh))
             with contextlib.nullcontext() if meshed else operators:  # a pipeline runs its stages once to see shapes
@@ -289,11 +304,15 @@ class _Run:
         if self.make_model is not None:
             self.model = self.make_model()
             if not self.real and not all(isinstance(param, FakeTensor) for param in self.model.parameters()):
-                raise ConfigError("whole: expected a function that makes the model anew; this one was built before, and would be changed.")
+                raise ConfigError(
+                    "whole: expected a function that makes the model anew; this one was built before, and would be changed."
+                )
         with self._told("optimizer: the function that makes it"):
             optimizer = None if self.make_optimizer is None else self.make_optimizer(self.model.parameters())
         if not isinstance(optimizer, (torch.optim.Optimizer, type(None))):
-            raise ConfigError(f"optimizer: expected a function that returns a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+            raise ConfigError(
+                f"optimizer: expected a function that returns a torch.optim.Optimizer, got {type(optimizer).__name__}."
+            )
         stepping = f"{type(optimizer).__name__}.step"
         comm = None if self.real else FakeComm(self.rank, self.axes["dp"])
         model, optimizer = api.shard(self.model, optimizer, config=self.config, comm=comm)
@@ -333,7 +352,9 @@ class _Run:
 
         def step(batches: list[Any]) -> None:
             if not all(isinstance(each, Tensor) for each in batches):
-                raise ConfigError(f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}.")
+                raise ConfigError(
+                    f"batch: over axes pp and tp it is tokens (rows, seq), one tensor; got {type(batches[0]).__name__}."
+                )
             tokens = torch.cat(batches)
             with self._told("forward and backward"):
                 run.backward(tokens, tokens)
@@ -407,7 +428,9 @@ def _next_token(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = getattr(output, "logits", output[0] if isinstance(output, (tuple, list)) and output else output)
     if not isinstance(logits, Tensor) or logits.ndim not in (0, 3):
         got = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise ConfigError(f"model: expected logits (rows, seq, tokens), or a loss, from tokens (rows, seq); got {got}. Another loss: zs.plan(loss=...).")
+        raise ConfigError(
+            f"model: expected logits (rows, seq, tokens), or a loss, from tokens (rows, seq); got {got}. Another loss: zs.plan(loss=...)."
+        )
     return logits if logits.ndim == 0 else next_token_loss(logits, tokens)
 
 

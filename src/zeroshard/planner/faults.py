@@ -47,7 +47,9 @@ def check_dtypes(func: Any, args: tuple) -> None:
     places = _ALIKE.get(name) or _NORMS.get(name)
     if places is None:
         return
-    given = [(func._schema.arguments[at].name, args[at].dtype) for at in places if at < len(args) and isinstance(args[at], Tensor)]
+    given = [
+        (func._schema.arguments[at].name, args[at].dtype) for at in places if at < len(args) and isinstance(args[at], Tensor)
+    ]
     first, dtype = given[0]
     for other, found in given[1:]:
         if found == dtype or (name in _NORMS and found == torch.float32) or ("index_put" in name and _fills(args)):
@@ -88,12 +90,16 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
 
 
 def where(error: BaseException) -> str:
-    """"in Head (model.py:12)": the innermost line of the user's own code, or else of another library's; "" where there is none."""
+    """ "in Head (model.py:12)": the innermost line of the user's own code, or else of another library's; "" where there is none."""
     found = ["", ""]  # of libraries, of the user
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         library = any(folder in path.parents for folder in _INSTALLED)
-        if _TORCH in path.parents or (_HERE.parent in path.parents and _MODELS not in path.parents) or path.name.startswith("<frozen "):
+        if (
+            _TORCH in path.parents
+            or (_HERE.parent in path.parents and _MODELS not in path.parents)
+            or path.name.startswith("<frozen ")
+        ):
             continue
         if _PYTHON in path.parents and not library:
             continue

@@ -99,7 +99,9 @@ class Meter:
         Of ranks with a quiet heap (memory/host_memory.py): there what loading has freed serves again, but the step's larger
         blocks find no room between those of forward and backward, and the other way round. More than KEEP_NBYTES goes back.
         """
-        computing, stepping = (max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True]))
+        computing, stepping = (
+            max(0, highest - self._heap_nbytes) for highest in (self._heap_highest[False], self._heap_highest[True])
+        )
         kept = computing if phase == "save" or self._moment_of.get(phase) else 0
         kept += stepping if phase in ("save", "forward", "backward") else 0
         return 0 if phase == "load" else min(kept, KEEP_NBYTES)
@@ -127,7 +129,8 @@ class Meter:
         for tiers in self._memories:
             total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
             total += self.alive_nbytes if Tier.DEVICE in tiers else 0
-            if total >= self._highest.get((self.phase, tiers), 0):  # of equal ones the last: what was just made has its entry by then
+            # of equal ones the last: what was just made has its entry by then
+            if total >= self._highest.get((self.phase, tiers), 0):
                 self._highest[self.phase, tiers] = total
                 self._moment_of[self.phase] = self.optimizing if Tier.DEVICE in tiers else self._moment_of.get(self.phase, False)
                 self.fullest |= {(self.phase, tier): self.held(tier) for tier in tiers}

@@ -28,7 +28,8 @@ from .experts import group_experts
 from .faults import first_line, where
 
 SHAPES = Path(__file__).with_name("shapes.csv")
-QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)  # `zeroshard train` without options
+# `zeroshard train` without options
+QUICKSTART = GPTConfig(vocab_size=256, seq_len=256, dim=128, layers=3, heads=4, ngram_rows=8192)
 ROUTING = "experts: Transformers' grouped products (grouped_mm), whose memory and flops are the same however tokens are routed"
 
 
@@ -106,7 +107,9 @@ def source_of(text: str) -> ModelSource:
     if path.is_dir() or path.is_file():
         return _configuration(path)
     if path.suffix == ".json" or text.startswith((".", "/", "~")):
-        raise ConfigError(f"model: expected a Hugging Face configuration, {text!r} is no file. Give config.json or the folder around it.")
+        raise ConfigError(
+            f"model: expected a Hugging Face configuration, {text!r} is no file. Give config.json or the folder around it."
+        )
     if ":" in text:
         return _function(text)
     raise ConfigError(
@@ -137,7 +140,13 @@ def _preset(name: str) -> ModelSource:
         return _gpt(name, study.full if study is not None else QUICKSTART, sources)
     if row["family"] == "gpt":
         config = GPTConfig(
-            vocab_size=row["vocab"], seq_len=row["seq"], dim=row["hidden"], layers=row["layers"], heads=row["heads"], bias=True, tied=True
+            vocab_size=row["vocab"],
+            seq_len=row["seq"],
+            dim=row["hidden"],
+            layers=row["layers"],
+            heads=row["heads"],
+            bias=True,
+            tied=True,
         )
         return _gpt(name, config, row["source"])
     shape = Shape(row["layers"], row["hidden"], row["heads"])
@@ -148,7 +157,9 @@ def _preset(name: str) -> ModelSource:
 def _gpt(name: str, config: GPTConfig, source: str) -> ModelSource:
     shape = Shape(config.layers, config.dim, config.heads)
     longest = config.seq_len if config.positions == "learned" else None
-    return ModelSource(name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config)
+    return ModelSource(
+        name, partial(GPT, config), config.seq_len, config.vocab_size, shape, longest, source=source, config=config
+    )
 
 
 def _of_shape(row: dict[str, Any]) -> nn.Module:
@@ -221,7 +232,11 @@ def _function(text: str) -> ModelSource:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script may end itself
-        what = "there is no such module" if isinstance(error, ModuleNotFoundError) and error.name == module_name else first_line(error)
+        what = (
+            "there is no such module"
+            if isinstance(error, ModuleNotFoundError) and error.name == module_name
+            else first_line(error)
+        )
         raise ConfigError(
             f"model: cannot import {module_name!r} of {text!r}: {_at(error)}{what}. It is looked for in {here} and in the environment."
         ) from error
@@ -247,6 +262,6 @@ def _first(config: Any, known: tuple[str, ...]) -> int | None:
 
 
 def _at(error: BaseException) -> str:
-    """"in Head (model.py:12): "; "" where nobody's own code was at work."""
+    """ "in Head (model.py:12): "; "" where nobody's own code was at work."""
     place = where(error)
     return place and f"{place}: "

@@ -1,8 +1,8 @@
 """Operators of an imagined rank, one by one on fake tensors: what each computes, moves, makes and sends.
 
-    operators     flops, bytes read and written          -> the recorder's computation
-                  storages that are new                  -> the meter
-    collectives   tensor parallelism's functional ones, and sends between stages of a pipeline -> tasks on links
+operators     flops, bytes read and written          -> the recorder's computation
+              storages that are new                  -> the meter
+collectives   tensor parallelism's functional ones, and sends between stages of a pipeline -> tasks on links
 """
 
 from __future__ import annotations
@@ -122,7 +122,9 @@ class Operators(TorchDispatchMode):
         channel = f"{way} #{self._messages[way]}"
         self._messages[way] += 1
         nbytes = float(sum(x.nbytes for x in args[0]))
-        ticket = self.recorder.start(f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, "pp", channel)
+        ticket = self.recorder.start(
+            f"{name.strip('_')} {way}", {self.groups.stage_link: nbytes} if name == "send" else {}, 2, "pp", channel
+        )
         if name == "recv_":
             self.recorder.waited(ticket)
 
@@ -145,7 +147,9 @@ def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torc
 
 def _written(func: Any, args: tuple, kwargs: dict) -> list[Tensor]:
     """Tensors that an operator changes in place."""
-    given = [(argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)]
+    given = [
+        (argument, args[n] if n < len(args) else kwargs.get(argument.name)) for n, argument in enumerate(func._schema.arguments)
+    ]
     found = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
     return [x for value in found for x in _tensors(value if isinstance(value, (tuple, list)) else (value,))]
 

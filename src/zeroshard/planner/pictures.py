@@ -1,8 +1,8 @@
 """A plan as pictures: memory over a step by category, and one HTML page with everything, which needs no other file.
 
-    memory    |        ___ activations        stacked by category, from moment to moment; a line where the device ends
-              |   ____/   \\___
-              |__/ states      \\__
+memory    |        ___ activations        stacked by category, from moment to moment; a line where the device ends
+          |   ____/   \\___
+          |__/ states      \\__
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
         label = f"{request.hardware.device.name}: {capacity / unit:,.4g} {unit_name}"
         axis.axhline(capacity / unit, color="black", lw=1.2, ls="--", label=label)
     _mark_phases(axis, moments)
-    axis.set(xlim=(0, max(len(moments) - 1, 1)), ylim=(0, None), ylabel=f"{unit_name} of rank {plan.rank}", xlabel="where the step is")
+    axis.set(
+        xlim=(0, max(len(moments) - 1, 1)), ylim=(0, None), ylabel=f"{unit_name} of rank {plan.rank}", xlabel="where the step is"
+    )
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False, reverse=True)
     figure.savefig(path, dpi=110)
@@ -84,14 +86,21 @@ def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:
     for phase, group in itertools.groupby(places, key=lambda each: each[1].phase):
         first = next(group)[0]
         axis.axvline(first, color="black", lw=0.5, alpha=0.5)
-        axis.annotate(phase, (first, 1), xycoords=("data", "axes fraction"), xytext=(3, 2), textcoords="offset points", fontsize=8)
+        axis.annotate(
+            phase, (first, 1), xycoords=("data", "axes fraction"), xytext=(3, 2), textcoords="offset points", fontsize=8
+        )
     every = max(len(places) // 24, 1)
     names = [moment.unit for _, moment in places[::every]]
     axis.set_xticks([place for place, _ in places[::every]], names, rotation=60, ha="right", fontsize=7)
 
 
 def write_page(
-    path: str | Path, heading: str, verdict: Verdict | None, tables: Sequence[Table], pictures: Mapping[str, Path], notes: Sequence[str] = ()
+    path: str | Path,
+    heading: str,
+    verdict: Verdict | None,
+    tables: Sequence[Table],
+    pictures: Mapping[str, Path],
+    notes: Sequence[str] = (),
 ) -> None:
     """One HTML file with all of it. pictures: PNG files by title, which become a part of the page."""
     said = html.escape(heading)

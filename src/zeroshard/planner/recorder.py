@@ -29,7 +29,8 @@ _LINKS = {
     (Tier.DEVICE, Tier.HOST): Resource.DOWN, (Tier.HOST, Tier.DEVICE): Resource.UP,
     (Tier.DISK, Tier.HOST): Resource.READ, (Tier.HOST, Tier.DISK): Resource.WRITE,
 }  # fmt: skip
-deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)  # of time.monotonic(): later, a dry run ends with OutOfTime
+# of time.monotonic(): later, a dry run ends with OutOfTime
+deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 class Recorder(Watcher):
@@ -132,7 +133,15 @@ class Recorder(Watcher):
             self._last = (number,)
         return (number,)
 
-    def start(self, name: str, nbytes: dict[Resource, float], peers: int = 1, axis: str = "dp", channel: str = "", distinct: bool = False) -> Ticket:
+    def start(
+        self,
+        name: str,
+        nbytes: dict[Resource, float],
+        peers: int = 1,
+        axis: str = "dp",
+        channel: str = "",
+        distinct: bool = False,
+    ) -> Ticket:
         """A task beside the rank's own order, after what it has done so far."""
         self.flush()
         more = {"peers": peers, "axis": axis, "channel": channel, "distinct": distinct}

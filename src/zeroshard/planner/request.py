@@ -60,9 +60,13 @@ class Request:
         if heads and heads % tp:
             near = [n for n in range(1, heads + 1) if heads % n == 0]
             best = min(near, key=lambda n: abs(n - tp))
-            raise ConfigError(f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}.")
+            raise ConfigError(
+                f"mesh: expected tp to divide the {heads} heads of {self.source.name}, got tp={tp}; the nearest: tp={best}."
+            )
         if layers and pp > layers:
-            raise ConfigError(f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}.")
+            raise ConfigError(
+                f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
+            )
         self.source.batch(1, self.seq)  # not longer than it can read
         return plan(
             self.source.build, axes=self.axes, batch=(self.rows, self.seq), micro_batches=self.micro_batches, name=self.source.name,

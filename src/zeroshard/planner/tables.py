@@ -58,7 +58,9 @@ def memory(plan: Plan, request: Request) -> Table:
             rows.append((f"{where}: there is", *cells([hardware.device.memory_nbytes] * len(phases))))
         else:
             there = hardware.host_memory_nbytes if tier is Tier.HOST else hardware.disk_nbytes
-            rows.append((f"{where}: there is, a rank of {request.ranks_of_node}", *cells([there // request.ranks_of_node] * len(phases))))
+            rows.append(
+                (f"{where}: there is, a rank of {request.ranks_of_node}", *cells([there // request.ranks_of_node] * len(phases)))
+            )
     return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
 
 
@@ -80,7 +82,9 @@ def communication(plan: Plan) -> Table:
     for axis, nbytes in plan.sent.items():
         if nbytes and sum(key[0] == axis for key in found) > 1:
             rows.append((axis, "all", "", f"{nbytes / 1e9:,.3f}", ""))
-    return Table("Sent, copied, read and written in a step, GB", ("axis", "kind", "times", "bytes", "of them between nodes"), tuple(rows))
+    return Table(
+        "Sent, copied, read and written in a step, GB", ("axis", "kind", "times", "bytes", "of them between nodes"), tuple(rows)
+    )
 
 
 def _kind(task: Task) -> str:

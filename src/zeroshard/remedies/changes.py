@@ -27,7 +27,8 @@ def _meshes(request: Request) -> Iterator[Request]:
     axes, source = request.axes, request.source
     for tp, pp in itertools.product((1, *_TIMES), repeat=2):
         whole = axes["tp"] * tp, axes["pp"] * pp
-        if tp * pp == 1 or axes["dp"] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):  # two blocks a stage, or more
+        # two blocks a stage, or more
+        if tp * pp == 1 or axes["dp"] % (tp * pp) or (pp > 1 and 2 * whole[1] > (source.shape.layers or 0)):
             continue
         heads = source.shape.heads if source.config is not None else None  # of others formulas know nothing
         if tp > 1 and (not heads or heads % whole[0] or source.vocab % whole[0] or whole[0] > request.ranks_of_node):
@@ -46,7 +47,13 @@ def _states(request: Request) -> Iterator[Request]:
         for tiers in choices:
             nearer = any(order.index(new) < order.index(old) for new, old in zip(tiers, now, strict=True))
             useless = not given.separate and Tier.HOST in tiers[::2]
-            if stage < given.stage or nearer or useless or (given.dp == 1 and tiers == now) or (stage, *tiers) == (given.stage, *now):
+            if (
+                stage < given.stage
+                or nearer
+                or useless
+                or (given.dp == 1 and tiers == now)
+                or (stage, *tiers) == (given.stage, *now)
+            ):
                 continue
             names = ("offload_optimizer", "offload_gradient", "offload_param")
             moved = {name: tier for name, tier, old in zip(names, tiers, now, strict=True) if tier is not old}

@@ -138,7 +138,11 @@ class _Formulas:
     def fullest(self, request: Request) -> tuple[float, Tier, float, float]:
         """(used / capacity, tier, used, capacity) of the memory that is fullest, as `judge` counts them."""
         hardware, layout, ranks, found = request.hardware, layout_of(request), request.ranks_of_node, []
-        capacities = {Tier.DEVICE: hardware.device.memory_nbytes, Tier.HOST: hardware.host_memory_nbytes, Tier.DISK: hardware.disk_nbytes}
+        capacities = {
+            Tier.DEVICE: hardware.device.memory_nbytes,
+            Tier.HOST: hardware.host_memory_nbytes,
+            Tier.DISK: hardware.disk_nbytes,
+        }
         for stage in {0, layout.pp - 1}:
             for tier, nbytes in self._held(layout, stage).items():
                 used = self.error * nbytes + hardware.overhead_nbytes if tier is Tier.DEVICE else nbytes * ranks
@@ -148,7 +152,9 @@ class _Formulas:
     def frees(self, request: Request) -> int:
         """Bytes of the memory that was short."""
         tier, times = self.verdict.tier, self.error if self.verdict.tier is Tier.DEVICE else request.ranks_of_node
-        before, after = (max(self._held(lay, stage)[tier] for stage in {0, lay.pp - 1}) for lay in (self.layout, layout_of(request)))
+        before, after = (
+            max(self._held(lay, stage)[tier] for stage in {0, lay.pp - 1}) for lay in (self.layout, layout_of(request))
+        )
         return round(times * (before - after))
 
     def seconds(self, request: Request) -> float:
@@ -170,7 +176,8 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                 if time.monotonic() > until:
                     return found
                 named = changes(formulas.request, request)
-                made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())  # most rows come first
+                # most rows come first
+                made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
                 if any(each.changes <= made for each in found):
                     continue
                 try:
@@ -179,7 +186,9 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
                     continue
                 if share <= 1:
                     where = "" if tier is Tier.DEVICE else f" of a node's {tier.value}"
-                    found.append(_Choice(request, made, share, f"fits by formula: {gib(used)} of {gib(capacity)} GiB{where}", 0.0))
+                    found.append(
+                        _Choice(request, made, share, f"fits by formula: {gib(used)} of {gib(capacity)} GiB{where}", 0.0)
+                    )
         if count > 1 and any(each.request.ranks == formulas.request.ranks for each in found):
             break
     return found

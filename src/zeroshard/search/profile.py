@@ -143,7 +143,10 @@ def _split(home: Home, max_unit_numel: int | None) -> list[Home]:
     small = numel // 100
     rest = tuple(n for n in home.cut if n <= small), tuple(n for n in home.whole if n <= small)
     parts = [((n,), ()) for n in home.cut if n > small] + [((), (n,)) for n in home.whole if n > small]
-    return [Home(f"{home.name}.{at}", *part, home.packs, home.name) for at, part in enumerate([*parts, *([rest] if any(rest) else [])])]
+    return [
+        Home(f"{home.name}.{at}", *part, home.packs, home.name)
+        for at, part in enumerate([*parts, *([rest] if any(rest) else [])])
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,7 +253,9 @@ class Profile:
         keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
-            raise ConfigError(f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}.")
+            raise ConfigError(
+                f"a profile is of a whole model: expected a plan over two or more ranks of dp alone, got {plan.axes}."
+            )
         itemsize, micro = plan.config.compute_dtype.itemsize, max(plan.tokens // plan.micro_batches, 1)
         flops: dict[str, float] = {}
         kernels: dict[str, int] = {}
@@ -263,8 +268,11 @@ class Profile:
         common = max(set(sizes.values()), key=list(sizes.values()).count)
         kept = (checkpointed or plan).activations
         blocks = {name for name, numel in sizes.items() if numel == common and name != ROOT}
-        again = 0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
-        working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}  # the loss is computed after the last
+        again = (
+            0 if checkpointed is None else _working_nbytes(checkpointed) - max(plan.activations.get(name, 0) for name in blocks)
+        )
+        # the loss is computed after the last
+        working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
         units = [
             UnitProfile(
                 name, whole=(numel,) * bool(numel), flops=flops.get(name, 0.0) / micro,

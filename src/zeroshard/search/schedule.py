@@ -1,8 +1,8 @@
 """The schedule of a step: what each rank of a layout does, as traces in the runtime's own order (docs/design.md, "How a step runs").
 
-    link      |G1|G2|  |G3|  ...            |R3|G1|R2| ...   | publish |       G gather (stage 3), R reduce
-    device       | F1 | F2 | F3 | B3' B3 |  | B2' B2 |  ...  | step |          B' recomputation
-    up, host                                                  | S | S | S |    states off the device
+link      |G1|G2|  |G3|  ...            |R3|G1|R2| ...   | publish |       G gather (stage 3), R reduce
+device       | F1 | F2 | F3 | B3' B3 |  | B2' B2 |  ...  | step |          B' recomputation
+up, host                                                  | S | S | S |    states off the device
 """
 
 from __future__ import annotations
@@ -241,11 +241,21 @@ class Stage:
 
     def _reduce(self, home: Home) -> None:
         lay, volumes = self.layout, self.volumes[home.name]
-        done = self._hops(f"reduce {home.name}", "backward", volumes.reduce(), self.last, peers=lay.shards, unit=home.name, distinct=not lay.rings)
+        done = self._hops(
+            f"reduce {home.name}",
+            "backward",
+            volumes.reduce(),
+            self.last,
+            peers=lay.shards,
+            unit=home.name,
+            distinct=not lay.rings,
+        )
         nbytes = sum(volumes.shards)
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
-                done = (self._add(f"leave {home.name}", "backward", {Resource.DOWN: nbytes * lay.itemsize}, done, unit=home.name),)
+                done = (
+                    self._add(f"leave {home.name}", "backward", {Resource.DOWN: nbytes * lay.itemsize}, done, unit=home.name),
+                )
             if lay.gradient is Tier.DISK:
                 written = {Resource.WRITE: nbytes * lay.gradient_itemsize}
                 done = (self._add(f"write gradient {home.name}", "backward", written, done, unit=home.name),)
@@ -291,7 +301,9 @@ class Stage:
         if self.layout.optimizer is Tier.DISK:
             home = self.homes[0]
             nbytes = sum(self.volumes[home.name].shards) * self._state_itemsize
-            self.early[home.name] = (self._add(f"read states {home.name}", "forward", {Resource.READ: nbytes}, (), unit=home.name),)
+            self.early[home.name] = (
+                self._add(f"read states {home.name}", "forward", {Resource.READ: nbytes}, (), unit=home.name),
+            )
 
     @property
     def _state_itemsize(self) -> int:
@@ -313,7 +325,9 @@ class Stage:
             moved = 2 * states + own + _STEP_NBYTES * numel if lay.steps_on is Resource.DEVICE else states + own
             if lay.optimizer is Tier.DEVICE:
                 work = {Resource.DEVICE: moved}
-                number = self._add(f"step {home.name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=home.name)
+                number = self._add(
+                    f"step {home.name}", "step", work, self.last, chain=True, kernels=1, numel=numel, unit=home.name
+                )
             else:
                 number = self._host_step(home, numel, states, moved, begin, steps)
             steps.append(number)
@@ -337,7 +351,11 @@ class Stage:
             read = self.early.get(home.name)
             if read is None:  # two stretches of buffers: one is read while the other is stepped
                 nbytes = states + numel * lay.gradient_itemsize * (lay.gradient is Tier.DISK)
-                read = (self._add(f"read states {home.name}", "step", {Resource.READ: nbytes}, (*begin, *steps[-2:-1]), unit=home.name),)
+                read = (
+                    self._add(
+                        f"read states {home.name}", "step", {Resource.READ: nbytes}, (*begin, *steps[-2:-1]), unit=home.name
+                    ),
+                )
             after += read
         number = self._add(f"step {home.name}", "step", {lay.steps_on: moved}, tuple(after), numel=numel, unit=home.name)
         if lay.optimizer is Tier.DISK:

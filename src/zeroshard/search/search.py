@@ -136,7 +136,9 @@ def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str
             raise ConfigError(f"fixed: expected fields of Layout, got {name!r}.{did_you_mean(name, known)}")
     if fixed.get("tp", 1) > 1 and profile.heads % fixed["tp"]:
         near = min(_divisors(profile.heads), key=lambda each: abs(each - fixed["tp"]))
-        raise ConfigError(f"tp={fixed['tp']} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}.")
+        raise ConfigError(
+            f"tp={fixed['tp']} does not divide the {profile.heads} heads of {profile.name}; the nearest: tp={near}."
+        )
 
 
 # -- what there is to choose from --------------------------------------------------------------------------------------
@@ -290,7 +292,9 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     if lay.optimizer is Tier.DISK:
         tail = max(tail, *seconds({Resource.READ: states * itemsize, Resource.WRITE: states * itemsize}).values())
     if not sharded and row.optimizer is Placement.SHARDED:
-        tail += max((time for hop in exchange(lay, weight, lay.shards) for time in seconds(hop, lay.shards).values()), default=0.0)
+        tail += max(
+            (time for hop in exchange(lay, weight, lay.shards) for time in seconds(hop, lay.shards).values()), default=0.0
+        )
     return max(computing, *links.values(), 0.0) + tail
 
 
@@ -314,13 +318,17 @@ def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, 
 
 def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:
     step_s, simulation = timed(profile, layout, hardware)
-    memory = max((memory_of(profile, layout, stage) for stage in {0, layout.pp - 1}), key=lambda held: sum(held[Tier.DEVICE].values()))
+    memory = max(
+        (memory_of(profile, layout, stage) for stage in {0, layout.pp - 1}), key=lambda held: sum(held[Tier.DEVICE].values())
+    )
     tokens = layout.sequences * profile.seq
     tflops = 3 * profile.flops * tokens / layout.ranks / step_s / 1e12
     return Candidate(layout, step_s, tflops, tokens / step_s, simulation.bound, memory)
 
 
-def _simulated(profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]) -> list[Candidate]:
+def _simulated(
+    profile: Profile, hardware: Hardware, fitting: list[tuple[float, Layout]], counts: Counter[str]
+) -> list[Candidate]:
     """The fastest first, plainer ones before those that are hardly faster. fitting: in the order of their bounds."""
     found: list[Candidate] = []
     best = second = math.inf  # second: of another kind than the best
@@ -354,7 +362,15 @@ def plainness(layout: Layout) -> tuple:
     away = sum(tier is not Tier.DEVICE for tier in _states(layout)[1:])
     packed = sum(each is not None for each in (layout.quantized_weights, layout.quantized_gradients))
     special = (layout.max_unit_numel is not None) + (layout.hpz > 1) + (layout.shard_size is not None) + (layout.hops != "two")
-    return away, packed, (layout.pp > 1) + (layout.tp > 1), layout.checkpointing != "none", special, layout.stage, layout.micro_batches
+    return (
+        away,
+        packed,
+        (layout.pp > 1) + (layout.tp > 1),
+        layout.checkpointing != "none",
+        special,
+        layout.stage,
+        layout.micro_batches,
+    )
 
 
 def _verified(
@@ -369,7 +385,9 @@ def _verified(
         counts["refused"] += 1
         ranked = ranked[1:]
     if not ranked:
-        raise ConfigError(f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch.")
+        raise ConfigError(
+            f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
+        )
     return ranked
 
 
@@ -380,7 +398,9 @@ def _gb(nbytes: float) -> str:
     return f"{gb(nbytes)} GB"
 
 
-def _reason(profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]) -> str:
+def _reason(
+    profile: Profile, hardware: Hardware, best: Candidate, runner_up: Candidate | None, limits: Mapping[Tier, float]
+) -> str:
     """Why it is this one: what plainer ones lack, and what the runner-up costs."""
     layout = best.layout
     room = _gb(limits[Tier.DEVICE])
@@ -393,7 +413,9 @@ def _reason(profile: Profile, hardware: Hardware, best: Candidate, runner_up: Ca
             sentences.append(f"{what} would need {_gb(needed)}.")
         else:
             slower = timed(profile, lower, hardware)[0] / best.step_s - 1
-            sentences.append(f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same."))
+            sentences.append(
+                f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same.")
+            )
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
@@ -425,7 +447,9 @@ def _too_large(profile: Profile, hardware: Hardware, shortest: tuple[float, Layo
     assert layout is not None
     held = memory_of(profile, layout)
     states = sum(held[tier].get(name, 0) for tier in Tier for name in (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER))
-    sizes = ", ".join(f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} to be had)" for tier in Tier if held[tier])
+    sizes = ", ".join(
+        f"{_gb(sum(held[tier].values()))} on {tier.value} ({_gb(limits[tier])} to be had)" for tier in Tier if held[tier]
+    )
     return (
         f"{profile.name} of {profile.numel / 1e9:.3g}B parameters does not fit {layout.ranks} x {hardware.name} in any layout. The nearest, "
         f"{layout}, takes {sizes}, model states {_gb(states)} of it: {excess:.3g} times what there is. Use more devices, or a smaller batch."

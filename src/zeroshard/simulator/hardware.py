@@ -24,7 +24,8 @@ from ..errors import ConfigError, did_you_mean
 from .trace import Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
-_OTHERS = {"str": (str, "a text"), "Mapping": (Mapping, "a table"), "tuple": ((list, tuple), "a list of numbers")}  # types of fields
+# types of fields
+_OTHERS = {"str": (str, "a text"), "Mapping": (Mapping, "a table"), "tuple": ((list, tuple), "a list of numbers")}
 NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from outside
 
 
@@ -280,7 +281,9 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
         if not isinstance(value, expected):
             raise ConfigError(f"{where}: {key}: expected {words}, got {value!r}")
     if unknown := [key for key in table.get("peak_flops", {}) if key not in PRECISIONS]:
-        raise ConfigError(f"{where}: peak_flops: expected some of {', '.join(PRECISIONS)}, got {unknown[0]!r}.{did_you_mean(unknown[0], PRECISIONS)}")
+        raise ConfigError(
+            f"{where}: peak_flops: expected some of {', '.join(PRECISIONS)}, got {unknown[0]!r}.{did_you_mean(unknown[0], PRECISIONS)}"
+        )
     numbers = dict(table) | {f"peak_flops.{k}": v for k, v in table.get("peak_flops", {}).items()}
     for key, value in numbers.items():
         may_be_zero = key in ("disk_nbytes", "overhead_nbytes", "latency_s", "kernel_latency_s")

@@ -105,6 +105,7 @@ class Trace:
     def scaled(self, factors: Mapping[Resource, float]) -> Trace:
         """With other numbers of bytes by resource: of another number of ranks, say."""
         tasks = [
-            replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()}) for t in self.tasks
+            replace(t, nbytes={resource: amount * factors.get(resource, 1.0) for resource, amount in t.nbytes.items()})
+            for t in self.tasks
         ]
         return replace(self, tasks=tasks)

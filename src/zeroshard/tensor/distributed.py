@@ -43,7 +43,9 @@ class Distribution:
         """Raises ConfigError for placements that no parameter can rest in."""
         for placement in tensor.placements:
             if placement.is_partial():
-                raise ConfigError(f"{name} is a DTensor placed {placement}, a sum that is not made yet: expected Shard or Replicate.")
+                raise ConfigError(
+                    f"{name} is a DTensor placed {placement}, a sum that is not made yet: expected Shard or Replicate."
+                )
         return cls(tensor.device_mesh, tensor.placements, tuple(tensor.shape), tensor.stride())
 
     @cached_property
@@ -73,13 +75,14 @@ class Distribution:
         """The DTensor over this rank's shard, in the graph of that."""
         from torch.distributed.tensor import DTensor
 
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride)
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole tensor, from every rank's shard (collective among the ranks of the mesh)."""
         with torch.no_grad():
             return self.wrap(local.detach().contiguous()).full_tensor()
-
 
     def local(self, value: Tensor) -> Tensor:
         """This rank's shard of a value: of a DTensor, or of a whole tensor. Anything else as it is."""
@@ -179,7 +182,9 @@ def _local_parameter(param: DTensor, distribution: Distribution) -> nn.Parameter
     local = nn.Parameter(torch_compat.local_part(param).detach(), requires_grad=param.requires_grad)
     local.__dict__.update(param.__dict__, _distribution=distribution)
     if torch_compat.has_hooks(param):
-        raise ConfigError("a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook).")
+        raise ConfigError(
+            "a hook was registered on a parameter that is a DTensor: register it after zs.shard(), as p.register_hook(hook)."
+        )
     return local
 
 
@@ -188,7 +193,12 @@ def _turned(state: object, param: Tensor) -> object:
     distribution = distribution_of(param)
     if is_distributed(state) and distribution is not None:
         return torch_compat.local_part(state)
-    if is_distributed(param) and isinstance(state, Tensor) and state.shape == torch_compat.local_part(param).shape and state.dim():
+    if (
+        is_distributed(param)
+        and isinstance(state, Tensor)
+        and state.shape == torch_compat.local_part(param).shape
+        and state.dim()
+    ):
         return Distribution.of(param, "").wrap(state)
     return state
 

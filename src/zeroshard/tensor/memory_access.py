@@ -28,7 +28,9 @@ class HasNoMemory:
         """Refused: this rank has a slice only."""
         born = hasattr(self._home, "copy_of")  # under zs.init
         earlier = ", or build the model before zs.init (Transformers: before TrainingArguments(deepspeed=...))" if born else ""
-        raise ShardedAccessError(f"{self._home.name}: this rank holds a slice; call detach().full_tensor() (collective) first{earlier}.")
+        raise ShardedAccessError(
+            f"{self._home.name}: this rank holds a slice; call detach().full_tensor() (collective) first{earlier}."
+        )
 
     tolist = __array__ = numpy
 

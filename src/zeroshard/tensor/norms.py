@@ -101,7 +101,8 @@ def _combined(tensors: list[Slices], order: float) -> Tensor:
 def _measured(tensor: Slices, order: float) -> Tensor:
     """The norm of this rank's slice, 0-D in fp64."""
     local = tensor._local
-    if not tensor._home.counts or (local.numel() == 0 and tensor.numel() > 0):  # what changes neither a sum of powers nor a maximum or minimum
+    # what changes neither a sum of powers nor a maximum or minimum
+    if not tensor._home.counts or (local.numel() == 0 and tensor.numel() > 0):
         return torch.full((), math.inf if order < 0 else 0.0, dtype=torch.float64, device=local.device)
     wide = torch.promote_types(local.dtype, torch.float32)
     return torch.linalg.vector_norm(local, order, dtype=wide).double()

@@ -32,7 +32,9 @@ def remedy_of(operation: str, of_gradient: bool, writes: bool, grows: bool) -> s
 
 def remedy_of_whole(of_gradient: bool) -> str:
     """What to do where a whole tensor was to be changed by what is sharded. of_gradient: it surely is a gradient."""
-    remedy = "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+    remedy = (
+        "A whole tensor is to be changed here: take `full_tensor()` of what is sharded (`p.grad.full_tensor()`), on all ranks."
+    )
     average = (
         " For a moving average of the model (torch.optim.swa_utils.AveragedModel) take zs.ema(model, decay), which keeps slices and "
         "follows each step."

@@ -465,9 +465,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         raise _refusal(func, args, kwargs)
     if target is not None:
         _begin_write(target)
-    local = func(
-        *(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()}
-    )
+    local = func(*(_local_of(a, lead) for a in args), **{k: _local_of(v, lead) for k, v in kwargs.items()})
     if target is not None:
         _end_write(target, local)  # in-place and out= return what they wrote
         return target

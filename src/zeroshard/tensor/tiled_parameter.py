@@ -71,7 +71,12 @@ class Part:
                 offsets = (*(o + i for o, i in zip(box.offsets, indices, strict=False)), *box.offsets[lead:])
                 place = Box(offsets, (*(1,) * lead, *box.sizes[lead:])).within(flat.box)
                 joined = place.offsets[self.dim] * flat.shape[lead] + place.offsets[lead]
-                yield Box((*place.offsets[: self.dim], joined, *place.offsets[lead + 1 :]), (*(1,) * self.dim, *place.sizes[lead:])), at
+                yield (
+                    Box(
+                        (*place.offsets[: self.dim], joined, *place.offsets[lead + 1 :]), (*(1,) * self.dim, *place.sizes[lead:])
+                    ),
+                    at,
+                )
                 at += place.numel
 
     @property
@@ -159,9 +164,7 @@ class Tiled(nn.Module):
                 result[name] = value
         return result
 
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list[str]
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, *lists: list[str]) -> None:
         for number, tile in enumerate(self.tiles):
             for attribute, part in tile.parts.items():
                 given = state_dict.get(prefix + attribute)

@@ -85,7 +85,9 @@ def _check(hidden: Tensor, head: nn.Module, targets: Tensor, reduction: str, lab
     if targets.is_floating_point():
         raise ConfigError("targets: expected class numbers, got floating-point values; class probabilities are not supported.")
     if hidden.shape[:-1] != targets.shape:
-        raise ConfigError(f"targets: expected shape {tuple(hidden.shape[:-1])} (hidden without its last), got {tuple(targets.shape)}.")
+        raise ConfigError(
+            f"targets: expected shape {tuple(hidden.shape[:-1])} (hidden without its last), got {tuple(targets.shape)}."
+        )
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction: expected one of {REDUCTIONS}, got {reduction!r}.")
     if isinstance(label_smoothing, bool) or not isinstance(label_smoothing, Real) or not 0.0 <= label_smoothing <= 1.0:

@@ -108,9 +108,7 @@ def why_not(module: nn.Module, name: str) -> str | None:
     return f"the experts of {name} are spread over ranks already" if module._is_expert_parallel else None
 
 
-def make_tiles(
-    module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]
-) -> list[ExpertsTile]:
+def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts: dict[str, list[Part]]) -> list[ExpertsTile]:
     """The tiles of a module of experts. weights, parts: by attribute, for each tile."""
     tiles = []
     for number, part in enumerate(next(iter(parts.values()))):

@@ -148,9 +148,7 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
     return found
 
 
-def _plan(
-    holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None
-) -> tuple[list[Cut], list[str]]:
+def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None) -> tuple[list[Cut], list[str]]:
     """Cuts that leave no weight above `limit` bytes, and a line for each parameter above it that stays whole."""
     cuts, whole, seen = [], [], set()
     for param, held in holders.items():
@@ -158,7 +156,9 @@ def _plan(
             continue
         weights = {held[0].attribute: param}
         if tiled_experts.are_experts(held[0].module):
-            weights = {attribute: each for attribute, each in torch_compat.own_parameters(held[0].module).items() if each is not None}
+            weights = {
+                attribute: each for attribute, each in torch_compat.own_parameters(held[0].module).items() if each is not None
+            }
         seen.update(weights.values())
         nbytes = sum(_nbytes(weight, dtype) for weight in weights.values())
         if nbytes <= limit:
@@ -199,7 +199,9 @@ def _why_not(held: list[Holder], holders: dict[nn.Parameter, list[Holder]]) -> s
         bias = _bias(module)
         if bias is not None and len(holders[bias]) > 1:
             return f"the bias of {where} is shared"
-        if experts and any(len(holders[param]) > 1 for param in torch_compat.own_parameters(module).values() if param is not None):
+        if experts and any(
+            len(holders[param]) > 1 for param in torch_compat.own_parameters(module).values() if param is not None
+        ):
             return f"a parameter of {where} is shared"
         if experts and (reason := tiled_experts.why_not(module, where)):
             return reason
@@ -234,9 +236,7 @@ def _bounds(extent: int, most: int) -> list[int]:
     raise AssertionError(f"no tiles of at most {most} for {extent}")
 
 
-def _limit_of(
-    model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None
-) -> int:
+def _limit_of(model: nn.Module, holders: dict[nn.Parameter, list[Holder]], budget: int, dtype: torch.dtype | None) -> int:
     """The largest of budget, budget / 2, ... such that root unit, largest other unit and one tile fit the budget."""
     config = Config()
     units = partition(model, config, collect(model, config))
@@ -294,7 +294,9 @@ def _check_cut(cut: Cut, optimizer: torch.optim.Optimizer | None) -> None:
                 )
     for name, param in params.items():
         if isinstance(param, ShardedTensor) and cut.dim != 0:
-            raise NotImplementedError(f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device.")
+            raise NotImplementedError(
+                f"{name}: columns of a parameter born under zs.init() can not be cut. Build on the meta device."
+            )
         if param.grad is not None:
             raise ConfigError(f"{name} has a gradient: optimizer.zero_grad(set_to_none=True) before zs.tile().")
         if torch_compat.has_hooks(param):

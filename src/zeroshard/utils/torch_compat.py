@@ -64,11 +64,13 @@ version = attrgetter("_version")  # tensor -> how often it was written in place;
 base = attrgetter("_base")  # tensor -> what it is a view of, or None
 storage_id = attrgetter("_cdata")  # storage -> what identifies its memory while it lives
 local_part = attrgetter("_local_tensor")  # DTensor -> this rank's part, past autograd
-checkpoint_offset = attrgetter("_checkpoint_offset")  # storage -> where it begins in the file that torch.load skipped it in, or None
+# storage -> where it begins in the file that torch.load skipped it in, or None
+checkpoint_offset = attrgetter("_checkpoint_offset")
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor: stay with the Python object when it is swapped
 FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes by which a fake tensor says where it is
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-disabled_torch_function = torch._C._disabled_torch_function_impl  # as `__torch_function__` of a class: torch's functions as they are
+# as `__torch_function__` of a class: torch's functions as they are
+disabled_torch_function = torch._C._disabled_torch_function_impl
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 assert_async = torch._assert_async
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (

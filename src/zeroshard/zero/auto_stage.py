@@ -132,7 +132,9 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
         storages.setdefault(torch_compat.storage_id(tensor.untyped_storage()), tensor.untyped_storage())
         return tensor
 
-    args, named = ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
+    args, named = (
+        ((), sample) if isinstance(sample, Mapping) else (sample if isinstance(sample, (tuple, list)) else (sample,), {})
+    )
     try:
         with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
             fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -154,7 +156,9 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
 
 
 def _words(row: tuple[int, str | None, str | None, str | None]) -> str:
-    away = [f"{name.removeprefix('offload_')} on {place}" for name, place in zip(STATES, row[1:], strict=True) if place is not None]
+    away = [
+        f"{name.removeprefix('offload_')} on {place}" for name, place in zip(STATES, row[1:], strict=True) if place is not None
+    ]
     return ", ".join([f"stage {row[0]}", *away])
 
 
@@ -163,6 +167,10 @@ def _gib(nbytes: int) -> str:
 
 
 def _reason(row: Any, held: Mapping[Tier, int], room: Mapping[Tier, int], tried: list[str], kept: int | None) -> str:
-    known = f"beside {_gib(kept)} of activations" if kept is not None else "with a third left for activations: sample= tells what they take"
+    known = (
+        f"beside {_gib(kept)} of activations"
+        if kept is not None
+        else "with a third left for activations: sample= tells what they take"
+    )
     before = f"; {tried[-1]} does not fit" if tried else ""
     return f"stage='auto': {_words(row)} takes {_gib(held[Tier.DEVICE])} of the {_gib(room[Tier.DEVICE])} of a rank's device, {known}{before}"

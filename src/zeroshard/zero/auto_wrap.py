@@ -261,9 +261,7 @@ def _of_classes(named: list[tuple[str, nn.Module]], wanted: tuple, option: str) 
             )
     names = {item for item in wanted if isinstance(item, str)}
     classes = tuple(item for item in wanted if not isinstance(item, str))
-    return [
-        (name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)
-    ]
+    return [(name, module) for name, module in named if type(module).__name__ in names or isinstance(module, classes)]
 
 
 def _repeated(model: nn.Module, leaves: bool) -> list[tuple[str, nn.Module]]:
@@ -303,9 +301,7 @@ def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
     return {module: block for module, block in nearest.items() if block != -1}
 
 
-def _rest_units(
-    model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]
-) -> list[UnitPlan]:
+def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: list[ParamSpec]) -> list[UnitPlan]:
     """Units of what lies outside the blocks: large owners on their own, everything else the root."""
     large_numel = math.inf
     if config.units == "auto" and units:

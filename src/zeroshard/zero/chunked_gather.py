@@ -1,7 +1,7 @@
 """Bytes of every rank to every rank, of different lengths, some at a time: whoever wants a part keeps it, nobody holds all.
 
-    rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
-    rank 1   | b b b b . . |       |
+rank 0   | a a a a a a | a a . |        each column is one collective of at most `nbytes` a rank, through staging buffers
+rank 1   | b b b b . . |       |
 """
 
 from __future__ import annotations

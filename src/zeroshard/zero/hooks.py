@@ -117,7 +117,9 @@ def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
     return [(module, name) for module in models for name in _OF_TRANSFORMERS if hasattr(type(module), name)]
 
 
-def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any) -> Any:
+def _resize(
+    module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
     """In its place while it is sharded: asked for the size that it has, it does what it ever does."""
     rows = module.get_input_embeddings().weight.shape[0]
     wanted = rows if new_num_tokens is None else new_num_tokens
@@ -131,7 +133,9 @@ def _resize(module: Any, new_num_tokens: int | None = None, pad_to_multiple_of: 
     return type(module).resize_token_embeddings(module, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
 
-def _save(module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any) -> Any:
+def _save(
+    module: Any, save_directory: Any, is_main_process: bool = True, state_dict: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Who does not write needs no weights: only the main process has them, in a loop that collects them there.
 
     Of what tensor parallelism has cut it would make whole tensors on the main process alone, for which it needs the others.

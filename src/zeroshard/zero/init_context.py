@@ -110,9 +110,7 @@ class BirthHome:
         param._held, param._home = value._local, value._home  # type: ignore[attr-defined]
 
 
-def _born(
-    comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None
-) -> nn.Parameter | None:
+def _born(comm: Comm, module: nn.Module, name: str, param: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
     """The parameter cut: the same object where torch allows that. None for what is not to be cut."""
     if param is None or param.is_meta or isinstance(param, _UNCUT) or id(param) in whole_now:
         return None
@@ -217,7 +215,11 @@ def whole_births() -> Iterator[None]:
 
 def _cut_late(comm: Comm, late: list[tuple[Comm, nn.Module, str, torch.dtype | None]]) -> None:
     there = [(m, n, own_parameters(m)[n], dtype) for _, m, n, dtype in late if own_parameters(m).get(n) is not None]
-    whole = {id(p): (f"{type(m).__name__}.{n}", p) for m, n, p, _ in there if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)}
+    whole = {
+        id(p): (f"{type(m).__name__}.{n}", p)
+        for m, n, p, _ in there
+        if not (p.is_meta or isinstance(p, _UNCUT) or id(p) in whole_now)
+    }
     if whole:
         agree_on_values(comm, list(whole.values()))
     cut: dict[int, nn.Parameter | None] = {}

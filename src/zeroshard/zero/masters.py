@@ -1,7 +1,7 @@
 """Masters: what the optimizer steps in place of values of low precision (or out of its reach), and how they follow writes.
 
-    the user writes w1      values  w0 [w1] w2      `dirty`: w1
-    follow                  masters w0 [w1] w2      before each step and wherever masters are looked at
+the user writes w1      values  w0 [w1] w2      `dirty`: w1
+follow                  masters w0 [w1] w2      before each step and wherever masters are looked at
 """
 
 from __future__ import annotations

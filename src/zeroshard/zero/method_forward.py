@@ -63,7 +63,8 @@ class MethodForward:
     """
 
     def __init__(self, module: nn.Module, name: str, given: Any) -> None:
-        self.module, self.name, self.given = module, name, given  # a bound method of it would be pickled by its name: as this object
+        # a bound method of it would be pickled by its name: as this object
+        self.module, self.name, self.given = module, name, given
 
     @property
     def __wrapped__(self) -> Any:

@@ -156,7 +156,12 @@ class ParamHome:
             param.copy_(value)
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
-        runtime, unit, seen, shape = self.group.runtime, self.group.unit, self.group.unit.writes, self.group.specs[self.index].shape
+        runtime, unit, seen, shape = (
+            self.group.runtime,
+            self.group.unit,
+            self.group.unit.writes,
+            self.group.specs[self.index].shape,
+        )
         enters = not runtime.in_forward  # what a forward computes is scaled with its outputs
 
         def arrive(grad: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Prefetch: the recorded order of units turned into gathers and fetches ahead of use, within buffers and a byte budget.
 
-    compute   | F1 | F2 | F3 | ...
-    gather    |G1 G2|G3 |              at each visit: fetch from other tiers as far as buffers allow, gather the next unit(s)
+compute   | F1 | F2 | F3 | ...
+gather    |G1 G2|G3 |              at each visit: fetch from other tiers as far as buffers allow, gather the next unit(s)
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ LOOKAHEAD = 8  # visits: bounds the host work when units are tiny
 class Prefetcher:
     """Follows a schedule. `training` says which of its two records a visit belongs to."""
 
-    def __init__(
-        self, units: list[Unit], schedule: Schedule, config: Config, comm: Comm, gather: Callable[[Unit], None]
-    ) -> None:
+    def __init__(self, units: list[Unit], schedule: Schedule, config: Config, comm: Comm, gather: Callable[[Unit], None]) -> None:
         """gather: starts to gather a unit, on all ranks."""
         self.units, self.schedule, self.config, self.comm, self.gather = units, schedule, config, comm, gather
         self._alone = comm.world_size == 1 and not comm.ordered

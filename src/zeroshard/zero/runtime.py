@@ -248,7 +248,7 @@ class Runtime:
         """An operation with a parameter of the unit, as a forward of it; NotImplemented where no forward runs (nor is run again)."""
         if unit.pinned or not self.in_forward:
             return NotImplemented
-        return self.run_inside(unit, lambda *args, **kwargs: func(*unit.as_computed(args), **unit.as_computed(kwargs)), args, kwargs)
+        return self.run_inside(unit, lambda *a, **k: func(*unit.as_computed(a), **unit.as_computed(k)), args, kwargs)
 
     def run_inside(self, unit: Unit, function: Callable, args: tuple, kwargs: dict) -> Any:
         """A forward of the unit that is not that of one of its modules: a compiled call, an operation with its parameters."""
@@ -317,7 +317,8 @@ class Runtime:
         views = any(memory_of(tensor) in memories for tensor in tensors)
         if views:
             self.lend_out(unit)
-            output = map_tensors(lambda x: x.view_as(x) if isinstance(x, nn.Parameter) and memory_of(x) in memories else x, output)
+            own = nn.Parameter
+            output = map_tensors(lambda x: x.view_as(x) if isinstance(x, own) and memory_of(x) in memories else x, output)
             tensors = find_tensors(output)
         for tensor in tensors if training else ():
             if tensor.grad_fn is not None:
@@ -391,7 +392,8 @@ class Runtime:
         unit.in_backward = True
         if unit.sharded:
             self._open(unit, backward=True)
-            unit.lent = unit.lent or torch.is_grad_enabled()  # create_graph=True: what this backward computes is saved without hooks
+            # create_graph=True: what this backward computes is saved without hooks
+            unit.lent = unit.lent or torch.is_grad_enabled()
         unit.expose()  # what is computed again finds what was there
 
     def need(self, unit: Unit, seen: int) -> None:

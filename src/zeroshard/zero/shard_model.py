@@ -180,7 +180,10 @@ class Builder:
     def _tell_plain(self, units: list[Unit]) -> None:
         """Note what is exempt from packing."""
         groups = [group for unit in units for group in unit.groups]
-        for what, packed, kind in (("values", self.topology.values, self.topology.weights), ("grads", self.topology.gradients, self.topology.sent)):
+        for what, packed, kind in (
+            ("values", self.topology.values, self.topology.weights),
+            ("grads", self.topology.gradients, self.topology.sent),
+        ):
             plain = [group for group in groups if getattr(group, what) is not None and getattr(group, what).comm is not packed]
             if kind is not None and plain:
                 names = [spec.name for group in plain for spec in group.specs]

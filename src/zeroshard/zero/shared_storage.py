@@ -76,7 +76,9 @@ class Origin:
 
 def extent_in_storage(tensor: Tensor) -> Extent:
     """Of a whole tensor, on the meta device as well."""
-    return _extent(("storage", torch_compat.storage_id(tensor.untyped_storage())), tensor.storage_offset() * tensor.itemsize, tensor)
+    return _extent(
+        ("storage", torch_compat.storage_id(tensor.untyped_storage())), tensor.storage_offset() * tensor.itemsize, tensor
+    )
 
 
 def _extents(tensor: Tensor) -> Iterator[Extent]:

@@ -174,7 +174,8 @@ class ParamGroup:
         else:
             before = [torch_compat.version(param) for param in self.params]
             torch.autograd.graph.increment_version(self.params)
-            steps = [torch_compat.version(param) - seen for param, seen in zip(self.params, before, strict=True)]  # fakes share a count
+            # fakes share a count
+            steps = [torch_compat.version(param) - seen for param, seen in zip(self.params, before, strict=True)]
             self.masters.versions = [version + step for version, step in zip(self.masters.versions, steps, strict=False)]
 
     def put_whole(self, index: int) -> None:
@@ -236,7 +237,6 @@ class ParamGroup:
         groups = self.runtime.groups if self.runtime is not None else []
         if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
             self.runtime.forget_backwards()  # zero_grad by hand
-
 
     def refuse_gradient_write(self) -> None:
         """Raise where other ranks could not do the same with their slices."""
@@ -307,11 +307,7 @@ class Unit:
         for group in groups:
             group.unit = self
         self._guarded = [
-            param
-            for group in self.gathered
-            if not group.values.mapped
-            for param in group.compute
-            if type(param) is nn.Parameter
+            param for group in self.gathered if not group.values.mapped for param in group.compute if type(param) is nn.Parameter
         ]
         self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
         self.guard(self.phase is Phase.SHARDED)

@@ -1,11 +1,11 @@
 """Before a write to values, masters or optimizer states: who reads them, or has read them ahead, in one order.
 
-    moved      states that are away for a while (zs.offload_states) are refused
-    recover    a backward that failed is forgotten, with what it had gathered
-    outdate    units drop what was fetched or gathered ahead of use; no copy to the device reads their shards
-    delayed    the host's step of a delayed update is over
-    saver      a save in the background has copied
-    stepper    the host's step drops the states that it has read ahead
+moved      states that are away for a while (zs.offload_states) are refused
+recover    a backward that failed is forgotten, with what it had gathered
+outdate    units drop what was fetched or gathered ahead of use; no copy to the device reads their shards
+delayed    the host's step of a delayed update is over
+saver      a save in the background has copied
+stepper    the host's step drops the states that it has read ahead
 """
 
 from __future__ import annotations

@@ -86,7 +86,9 @@ def record(out: Path, case: str) -> None:
     stage, precision, zero, _ = CASES[case]
     rank, world = dist.get_rank(), dist.get_world_size()
     model = net()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups_of(model), config=config(stage, precision, zero, world))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=groups_of(model), config=config(stage, precision, zero, world)
+    )
     train(engine, range(BEFORE), rank, world)
     state, trained = {"epoch": 3, "seen": torch.arange(3)}, case.endswith("-trained")
     state |= {"args": argparse.Namespace(lr=3)} if trained else {}

@@ -33,7 +33,9 @@ def trainer_of(folder: str, stage: int) -> Trainer:
         report_to=[], use_cpu=True, deepspeed=deepspeed_config(stage), disable_tqdm=True, seed=5,
     )  # fmt: skip
     set_seed(1)
-    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    config = GPT2Config(
+        vocab_size=61, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=EXAMPLES[:16], eval_dataset=EXAMPLES[16:])
 
 
@@ -58,4 +60,3 @@ def run(folder: str, stage: int) -> dict:
     again.train(resume_from_checkpoint=f"{folder}/{told['left'][0]}")
     told["resumed"] = losses_of(again)
     return told
-

@@ -1,9 +1,9 @@
 """Checkpoints of other libraries: told apart by what lies there, opened without reading tensors.
 
-    *.safetensors, their index, folders         Hugging Face
-    *.pt, *.bin, ...; pytorch_model*.bin        torch.save
-    latest, *_model_states.pt                   DeepSpeed; with a folder zero beside them: its universal checkpoints
-    .metadata                                   torch.distributed.checkpoint (FSDP2)
+*.safetensors, their index, folders         Hugging Face
+*.pt, *.bin, ...; pytorch_model*.bin        torch.save
+latest, *_model_states.pt                   DeepSpeed; with a folder zero beside them: its universal checkpoints
+.metadata                                   torch.distributed.checkpoint (FSDP2)
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from .deepspeed_universal import is_universal, open_universal
 from .safetensors import index_folder
 from .torch_state_dict import WHOLE, bin_index, open_state_dict
 
-RECOGNISED = (
-    "safetensors files, files of torch.save, folders of pytorch_model.bin, DeepSpeed and torch.distributed.checkpoint"
-)
+RECOGNISED = "safetensors files, files of torch.save, folders of pytorch_model.bin, DeepSpeed and torch.distributed.checkpoint"
 
 
 def recognise(path: Path) -> Callable[[Path, bool], Opened] | None:

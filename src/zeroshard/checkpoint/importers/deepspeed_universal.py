@@ -1,11 +1,11 @@
 """Universal checkpoints of DeepSpeed: what its ds_to_universal makes of one, a folder for each parameter.
 
-    global_step100_universal/
-      mp_rank_00_model_states.pt, or zero_pp_rank_R_...    as in the checkpoint that it was made of
-      zero/
-        optimizer_state.pt            options of groups, the loss scale
-        NAME/fp32.pt                  the value, (shape) or, made of stage 3, flat
-        NAME/exp_avg.pt, step.pt ...  optimizer states
+global_step100_universal/
+  mp_rank_00_model_states.pt, or zero_pp_rank_R_...    as in the checkpoint that it was made of
+  zero/
+    optimizer_state.pt            options of groups, the loss scale
+    NAME/fp32.pt                  the value, (shape) or, made of stage 3, flat
+    NAME/exp_avg.pt, step.pt ...  optimizer states
 """
 
 from __future__ import annotations

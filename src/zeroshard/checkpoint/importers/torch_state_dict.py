@@ -1,7 +1,7 @@
 """Files of torch.save(model.state_dict()), alone or in the dictionary of a training script; Hugging Face's pytorch_model.bin.
 
-    {name: tensor}
-    {"model" | "state_dict" | "model_state_dict" | "module": {name: tensor}, "optimizer": optimizer.state_dict(), "step": 100}
+{name: tensor}
+{"model" | "state_dict" | "model_state_dict" | "module": {name: tensor}, "optimizer": optimizer.state_dict(), "step": 100}
 """
 
 from __future__ import annotations

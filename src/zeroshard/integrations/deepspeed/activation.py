@@ -98,4 +98,6 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def get_cuda_rng_tracker() -> Any:
-    raise NotImplementedError("deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators.")
+    raise NotImplementedError(
+        "deepspeed.checkpointing.get_cuda_rng_tracker: there is no tensor parallelism here; use torch's generators."
+    )

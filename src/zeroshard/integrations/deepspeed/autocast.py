@@ -9,7 +9,8 @@ import torch
 
 from .logs import warning_once
 
-PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"  # by which DeepSpeed marks parameters; gradients here go as communication_data_type says
+# by which DeepSpeed marks parameters; gradients here go as communication_data_type says
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def autocast_if_enabled(engine: Any) -> contextlib.AbstractContextManager:

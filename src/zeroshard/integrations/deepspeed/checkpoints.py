@@ -1,13 +1,13 @@
 """Checkpoints of the engine: zeroshard's own, in DeepSpeed's places (folder/tag, `latest`); those of the real DeepSpeed load too.
 
-    run/
-      latest                              the tag of the newest
-      zero_to_fp32.py                     a script: from a checkpoint to whole fp32 weights
-      global_step100/
-        manifest.json, *.distcp           zeroshard's (docs/checkpoint-format.md): all that is loaded
-        mp_rank_00_model_states.pt        for scripts that look into DeepSpeed's files: counters, client_state, names and shapes
-                                          of what there is (tensors of the meta device), but no weights
-        zero_pp_rank_0_mp_rank_00_optim_states.pt    the stage
+run/
+  latest                              the tag of the newest
+  zero_to_fp32.py                     a script: from a checkpoint to whole fp32 weights
+  global_step100/
+    manifest.json, *.distcp           zeroshard's (docs/checkpoint-format.md): all that is loaded
+    mp_rank_00_model_states.pt        for scripts that look into DeepSpeed's files: counters, client_state, names and shapes
+                                      of what there is (tensors of the meta device), but no weights
+    zero_pp_rank_0_mp_rank_00_optim_states.pt    the stage
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class Checkpoints(WholeWeights):
 
     # -- names -----------------------------------------------------------------------------------------------------
 
-    def _get_ckpt_name(self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None, pp_placeholder: Any = None) -> str:
+    def _get_ckpt_name(
+        self, checkpoints_path: Any, tag: Any, mp_placeholder: str | None = None, pp_placeholder: Any = None
+    ) -> str:
         """The path of the file that tells of the model."""
         name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
         if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]

@@ -265,18 +265,32 @@ _FP16 = (
     _H("initial_scale_power", 16, "dynamic: begins with 2 to this power", "power", "initial_loss_scale"),
     _H("loss_scale_window", 1000, "dynamic: good steps before it doubles", "whole", "loss_scale_window"),
     _H("hysteresis", 2, "dynamic: this many-th overflow halves it (stages 1 to 3)", "whole", "loss_scale_hysteresis"),
-    _H("consecutive_hysteresis", False, "dynamic: a good step makes overflows count from the start", "bool",
-        "consecutive_hysteresis"),
+    _H(
+        "consecutive_hysteresis",
+        False,
+        "dynamic: a good step makes overflows count from the start",
+        "bool",
+        "consecutive_hysteresis",
+    ),
     _H("min_loss_scale", 1, "dynamic: never below", "whole", "min_loss_scale"),
     _H("auto_cast", False, "inputs are cast to fp16", "bool"),
-    _R("fp16_master_weights_and_grads", False,
-        "Adam's eps is zero in fp16: leave it out, or use bf16.bf16_master_weights_and_grads", "bool"),
+    _R(
+        "fp16_master_weights_and_grads",
+        False,
+        "Adam's eps is zero in fp16: leave it out, or use bf16.bf16_master_weights_and_grads",
+        "bool",
+    ),
 )
 _BF16 = (
     _H("enabled", False, "parameters and activations in bf16", "bool", "precision"),
     _N("immediate_grad_update", False, "gradients are added as backward makes them in any case", "bool"),
-    _H("check_grad_overflow", True, "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients", "bool",
-        "skip_nonfinite"),
+    _H(
+        "check_grad_overflow",
+        True,
+        "false (stages 1 and 2, gradients not in fp32 at stage 1): a step is taken with non-finite gradients",
+        "bool",
+        "skip_nonfinite",
+    ),
     _H("bf16_master_weights_and_grads", False, "no fp32 masters, gradients rest in bf16", "bool", "master_weights"),
     _H("bf16_optimizer_states", False, "needs the one above; states follow it", "bool"),
 )

@@ -17,7 +17,9 @@ from .stand_ins import NotSupported
 try:
     from pydantic import BaseModel, ConfigDict
 except ImportError as error:
-    raise NotSupported("deepspeed.runtime.config_utils.DeepSpeedConfigModel is a class of pydantic: pip install pydantic.") from error
+    raise NotSupported(
+        "deepspeed.runtime.config_utils.DeepSpeedConfigModel is a class of pydantic: pip install pydantic."
+    ) from error
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -34,7 +36,9 @@ class DeepSpeedConfigModel(BaseModel):
     )  # fmt: skip
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
-        super().__init__(**{key: value for key, value in data.items() if strict or not (isinstance(value, str) and value == "auto")})
+        super().__init__(
+            **{key: value for key, value in data.items() if strict or not (isinstance(value, str) and value == "auto")}
+        )
         for name, field in type(self).model_fields.items():
             told = field.json_schema_extra
             if isinstance(told, dict) and told.get("deprecated") and name in self.model_fields_set:
@@ -43,7 +47,9 @@ class DeepSpeedConfigModel(BaseModel):
     def _follow(self, name: str, told: dict[str, Any]) -> None:
         """Say that a field is deprecated, and give the one in its place its value."""
         new = told.get("new_param", "")
-        logger.warning(f"Config parameter {name} is deprecated{f' use {new} instead' if new else ''}. {told.get('deprecated_msg', '')}")
+        logger.warning(
+            f"Config parameter {name} is deprecated{f' use {new} instead' if new else ''}. {told.get('deprecated_msg', '')}"
+        )
         if not new or not told.get("set_new_param", True):
             return
         *sections, field = new.split(".")

@@ -167,7 +167,9 @@ class DeepSpeedConfig:
         self.world_size = world_size if world_size is not None else _ranks(mpu, mesh_device)
         given = {name: value for name, value in self._param_dict.items() if not (isinstance(value, str) and value == "auto")}
         self.notes: list[str] = []
-        self.planned_options = self._planned_options(given, config if isinstance(config, (str, os.PathLike)) else "the configuration")
+        self.planned_options = self._planned_options(
+            given, config if isinstance(config, (str, os.PathLike)) else "the configuration"
+        )
         if isinstance(given.get("zero_optimization"), bool):
             self.notes.append("zero_optimization as true or false is deprecated: it is read as stage 1 or 0.")
             given["zero_optimization"] = {"stage": int(given["zero_optimization"])}

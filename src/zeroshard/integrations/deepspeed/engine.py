@@ -357,7 +357,9 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         self.training = mode
         return self
 
-    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any) -> None:
+    def compile(
+        self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, schedule: Any = None, **unknown: Any
+    ) -> None:
         """torch.compile the module in place; `schedule` is of DeepCompile, which is not here."""
         if schedule is not None:
             raise ZeroshardError("engine.compile(schedule=...): there is no DeepCompile here; leave it out.")

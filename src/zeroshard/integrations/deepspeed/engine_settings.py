@@ -81,7 +81,9 @@ class Settings:
         """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
         micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size  # type: ignore[attr-defined]
         if train_batch_size % micro:
-            raise ValueError(f"Train batch size must be divisible by micro-batch data parallelism ({micro}), got {train_batch_size}")
+            raise ValueError(
+                f"Train batch size must be divisible by micro-batch data parallelism ({micro}), got {train_batch_size}"
+            )
         self._config.train_batch_size = train_batch_size
         self._config.gradient_accumulation_steps = train_batch_size // micro
 

@@ -121,7 +121,9 @@ class TiledLinear(nn.Module):
     def copy_params_from(self, other: nn.Module) -> None:
         """Copy the values of a layer of the same sizes (at stage 3 collective)."""
         assert other.weight.shape == (self.out_features, self.in_features), "copy_params_from: a layer of other sizes"
-        assert (getattr(other, "bias", None) is not None) == self.use_bias, "copy_params_from: one layer has a bias, the other none"
+        assert (getattr(other, "bias", None) is not None) == self.use_bias, (
+            "copy_params_from: one layer has a bias, the other none"
+        )
         with GatheredParameters([*self.parameters(), *other.parameters()], modifier_rank=0):
             for row, (top, bottom) in zip(self.linears, itertools.pairwise(self.out_parts), strict=True):
                 for tile, (start, stop) in zip(row, itertools.pairwise(self.in_parts), strict=True):  # type: ignore[arg-type]
@@ -134,7 +136,9 @@ class TiledLinearReturnBias(TiledLinear):
     """Of layers that return (output, bias) and leave the sum to the caller, as Megatron's."""
 
     def _add(self, total: Any, new: Any) -> Any:
-        assert isinstance(new, tuple) and len(new) == 2, f"TiledLinearReturnBias: expected (output, bias) of a tile, got {type(new).__name__}"
+        assert isinstance(new, tuple) and len(new) == 2, (
+            f"TiledLinearReturnBias: expected (output, bias) of a tile, got {type(new).__name__}"
+        )
         output, bias = new
         return new if total is None else (total[0] + output, total[1] if bias is None else bias)
 

@@ -129,9 +129,7 @@ class Init:
         }  # fmt: skip
         for name, value in asked.items():
             if value is not None:
-                _note(
-                    f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are."
-                )
+                _note(f"zero.Init: {name} has no effect: parameters are partitioned over all data-parallel ranks, as they are.")
         self.remote_device, self.pin_memory = _place(remote_device, self.config), pin_memory
         self.local_device = _accelerator()
         self.ds_process_group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
@@ -145,7 +143,9 @@ class Init:
             return
         if not backend_select.is_started():
             communication.init_distributed()
-        self._comm = backend_select.current(self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s())
+        self._comm = backend_select.current(
+            self.ds_process_group, talking_device(self.local_device), communication.stall_timeout_s()
+        )
         self.rank, self.dp_world_size = self._comm.rank, self._comm.world_size
         if told := communication._contradicting_single_rank_pg_error(self.dp_world_size, self.ds_process_group):
             raise RuntimeError(told)
@@ -514,7 +514,8 @@ _PROPERTIES: dict[str, Callable[[Any], Any]] = {
 }
 _METHODS: dict[str, Callable[..., Any]] = {
     "all_gather": _all_gather, "all_gather_coalesced": _all_gather_coalesced, "partition": _partition, "ds_summary": _ds_summary,
-    "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),  # DeepSpeed's, padded; ds_tensor may hold more
+    # DeepSpeed's, padded; ds_tensor may hold more
+    "partition_numel": lambda param: -(-param.ds_numel // param.ds_zero_partition_world_size),
 }  # fmt: skip
 for _class in (ShardedParameter, ReplicatedParameter):
     for _name, _get in _PROPERTIES.items():

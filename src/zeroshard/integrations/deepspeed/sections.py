@@ -260,7 +260,9 @@ class DeepSpeedZeroConfig(Section):
         if not self.compute_grad_norm and self.stage not in (1, 2):
             raise invalid(self.prefix, f"zero_optimization.compute_grad_norm: false needs stage 1 or 2, got stage {self.stage}.")
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1 and self.stage != 3:
-            raise invalid(self.prefix, f"zero_optimization.offload_optimizer.ratio: below 1 needs stage 3, got stage {self.stage}.")
+            raise invalid(
+                self.prefix, f"zero_optimization.offload_optimizer.ratio: below 1 needs stage 3, got stage {self.stage}."
+            )
 
 
 class DeepSpeedFP16Config(Section):

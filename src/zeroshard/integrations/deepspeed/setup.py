@@ -54,9 +54,13 @@ def initialize(
     log_dist(f"DeepSpeed info: version={TEXT}, git-hash={UNKNOWN}, git-branch={UNKNOWN}", ranks=[0])
     assert model is not None, "deepspeed.initialize requires a model"
     if isinstance(model, PipelineModule):
-        raise DeepSpeedConfigError("PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining.")
+        raise DeepSpeedConfigError(
+            "PipelineModule: pipelines are not served through DeepSpeed's interface; use torch.distributed.pipelining."
+        )
     if mesh_param is not None:
-        raise DeepSpeedConfigError("mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out.")
+        raise DeepSpeedConfigError(
+            "mesh_param: sequence parallelism is not served; pass a data-parallel group by mpu, or leave it out."
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"deepspeed.initialize: model: expected a torch.nn.Module, got {type(model).__name__}.")
     if training_data is not None:
@@ -77,7 +81,9 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     if in_args is None and getattr(args, "deepscale_config", None) is not None:  # its name before 2020
         in_args = args.deepspeed_config = args.deepscale_config
     if in_args is not None:
-        assert config is None, "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
+        assert config is None, (
+            "two deepspeed configurations: one in args.deepspeed_config, one given to initialize(); leave one out"
+        )
         config = in_args
     assert config is not None, "DeepSpeed requires --deepspeed_config to specify configuration file, or initialize(config=...)"
     return config
@@ -100,7 +106,14 @@ def _initialize(
     )
     api.shard(model, basic, comm=None if group is None else comm, **options)
     _say(config)
-    known = {"client": client, "device": device, "local_rank": local_rank, "mpu": mpu, "collate_fn": collate_fn, "monitor": monitor}
+    known = {
+        "client": client,
+        "device": device,
+        "local_rank": local_rank,
+        "mpu": mpu,
+        "collate_fn": collate_fn,
+        "monitor": monitor,
+    }
     engine = DeepSpeedEngine(model, basic, config, **known)
     partition.attach(model)
     partition.check_writes(config.zero_config.enable_sanity_checks)
@@ -271,7 +284,9 @@ def _compare(comm: Comm, config: DeepSpeedConfig) -> None:
 def deepspeed_io(engine: DeepSpeedEngine, dataset: Any, batch_size: int | None = None, **options: Any) -> DeepSpeedDataLoader:
     """Micro-batches of this rank (`engine.deepspeed_io`)."""
     route = options.pop("route", "train")
-    options = {"num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None}
+    options = {
+        "num_workers" if key == "num_local_io_workers" else key: value for key, value in options.items() if value is not None
+    }
     pinned = options.pop("pin_memory", True) and torch.cuda.is_available()
     return DeepSpeedDataLoader(
         dataset, batch_size or engine.train_micro_batch_size_per_gpu(), rank=engine.global_rank, world_size=engine.world_size,

@@ -41,7 +41,12 @@ def shard_options(config: DeepSpeedConfig) -> dict[str, Any]:
     if config.communication_data_type is not None:
         options["reduce_dtype"] = config.communication_data_type
     options["gradient_dtype"] = config.gradient_dtype
-    options |= {"skip_nonfinite": _skips_nonfinite(config), "max_skipped_steps": math.inf, "hold_schedulers": False, "agree_buffers": False}
+    options |= {
+        "skip_nonfinite": _skips_nonfinite(config),
+        "max_skipped_steps": math.inf,
+        "hold_schedulers": False,
+        "agree_buffers": False,
+    }
     if zero.stage == 3:
         options |= _gathering(config) | _between_nodes(config)
     for name, lowest in OFFLOAD_STAGES.items():
@@ -136,7 +141,10 @@ def _offload(section: Section) -> dict[str, Any]:
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 _LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-_MUON = {True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}, False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}}
+_MUON = {
+    True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
+    False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
+}
 _OWN = "pass an optimizer to initialize(optimizer=...), or use AdamW, Lion or SGD"
 _REFUSED = {
     "lamb": "scales each parameter's update by the norms of the whole, which no rank has",
@@ -175,7 +183,9 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
             raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
         decoupled = low == "adamw" or given.get("adam_w_mode", True)
         if given.get("torch_adam") or params.keys() - _ADAM.keys():  # options that DeepSpeed's own classes do not have
-            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(parameters, **({} if given.get("torch_adam") else _ADAM) | params)
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+                parameters, **({} if given.get("torch_adam") else _ADAM) | params
+            )
         if _is_offloaded(config.zero_config.offload_optimizer):
             return DeepSpeedCPUAdam(parameters, adamw_mode=decoupled, **{**_ADAM, **params})
         return FusedAdam(parameters, adam_w_mode=decoupled, **{**_ADAM, **params})

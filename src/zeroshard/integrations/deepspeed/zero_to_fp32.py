@@ -1,6 +1,6 @@
 """From a checkpoint, of the engine or of the real DeepSpeed, to whole fp32 weights: one process, no ranks, no device.
 
-    python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--max_shard_size 5GB] [--safe_serialization] [--tag TAG] [...]
+python zero_to_fp32.py CHECKPOINT_FOLDER OUTPUT_FOLDER [--max_shard_size 5GB] [--safe_serialization] [--tag TAG] [...]
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype,
     """Files of torch.save, and their index."""
     folder.mkdir()
     ties, shards, total = opened.tied(), [[]], 0
-    nbytes = {name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties}
+    nbytes = {
+        name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties
+    }
     for name in nbytes:
         if shards[-1] and sum(nbytes[each] for each in shards[-1]) + nbytes[name] > most:
             shards.append([])
@@ -192,7 +194,9 @@ def get_optim_files(checkpoint_dir: Any) -> list[str]:
     """The files that tell about optimizer states, by rank; those of the engine tell the stage and the number of ranks."""
     if not Path(checkpoint_dir).is_dir():
         raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
-    found = sorted(Path(checkpoint_dir).glob("*_optim_states.pt"), key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name))
+    found = sorted(
+        Path(checkpoint_dir).glob("*_optim_states.pt"), key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path.name)
+    )
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
     return [str(path) for path in found]

@@ -1,8 +1,8 @@
 """The strategy of Lightning's Fabric.
 
-    fabric.init_module       inside zs.init: born sharded
-    fabric.setup             zs.shard(module, optimizer)
-    no_backward_sync         zs.accumulate; clip_gradients: zs.clip_grad_norm_; save and load: zs.save and zs.load
+fabric.init_module       inside zs.init: born sharded
+fabric.setup             zs.shard(module, optimizer)
+no_backward_sync         zs.accumulate; clip_gradients: zs.clip_grad_norm_; save and load: zs.save and zs.load
 """
 
 from __future__ import annotations

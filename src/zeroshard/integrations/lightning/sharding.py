@@ -1,7 +1,7 @@
 """What both strategies share: options, precision by Lightning's names, the layout of a checkpoint, whole states.
 
-    a checkpoint    PATH/checkpoint/...     of zs.save: every rank's part, and what Lightning keeps under extra
-    a whole one     PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
+a checkpoint    PATH/checkpoint/...     of zs.save: every rank's part, and what Lightning keeps under extra
+a whole one     PATH                    a file of torch.save, as one process would write it (state_dict_type="full")
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The strategy of Lightning's Trainer.
 
-    configure_model      inside zs.init: born sharded
-    setup                configure_optimizers -> zs.shard(lightning_module, optimizer)
-    training_step        through the LightningModule's own forward hooks, so that its parameters are there in it
-    accumulation         zs.accumulate; clipping: zs.clip_grad_norm_ (sharding.py); checkpoints: zs.save and zs.load
+configure_model      inside zs.init: born sharded
+setup                configure_optimizers -> zs.shard(lightning_module, optimizer)
+training_step        through the LightningModule's own forward hooks, so that its parameters are there in it
+accumulation         zs.accumulate; clipping: zs.clip_grad_norm_ (sharding.py); checkpoints: zs.save and zs.load
 """
 
 from __future__ import annotations
