@@ -76,9 +76,8 @@ def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: 
     if errors:
         # the cause, rather than what it caused elsewhere
         rank, error = min(errors.items(), key=lambda item: (isinstance(item[1], PeerFailed), item[0]))
-        error.add_note(f"(on rank {rank} of {world_size}; ranks with errors: {sorted(errors)})") if hasattr(
-            error, "add_note"
-        ) else None
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(f"(on rank {rank} of {world_size}; ranks with errors: {sorted(errors)})")
         raise error
     return results
 

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeded
 from met_ranks import world as connected_world
 
 import zeroshard as zs
@@ -23,8 +24,7 @@ WIDTH = 1024  # each rank sends 2 MB of the weight: ten times what a socket hold
 
 
 def made(comm, seed=0, **options):
-    torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 3))
+    model = seeded(lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 3)), seed)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = zs.shard(model, optimizer, stage=3, comm=comm, **options)
     model(torch.ones(2, WIDTH)).sum().backward()

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeded
 from torch import nn
 
 import zeroshard as zs
@@ -74,8 +75,7 @@ def lose_the_image():
 
 def train(rank: int, comm: str, culprit: int, what, stage: int = 3, steps: int = 8) -> None:
     """A loop in which the rank `culprit` does something in its third step."""
-    torch.manual_seed(0)
-    model = Net()
+    model = seeded(Net)
     model, optimizer = zs.shard(
         model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage, comm=comm, stall_timeout_s=NEVER_S if what in (lose_the_image, die) else STALL_S
     )  # fmt: skip
@@ -194,7 +194,7 @@ def test_a_circle_of_waiting_ranks_is_told_alike(comm):
 
 SCRIPT = """
 import os, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 import test_failures
 from test_failures import *
 test_failures.STALL_S = 20.0  # nobody stalls here, however busy the machine is
@@ -237,7 +237,8 @@ CASES = [(comm, act) for comm in COMMS for act in ENDS]
 @pytest.fixture(scope="module")
 def told():
     """What rank 0 prints of every case; rank 1 ends as a script does, with its interpreter."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent), ports=[free_port() for _ in CASES])
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    script = SCRIPT.format(folders=folders, ports=[free_port() for _ in CASES])
     environment = os.environ | rank_environment(0, 2, 1) | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     script = subprocess.Popen([sys.executable, "-c", script], env=environment, start_new_session=True, **pipes)
@@ -278,7 +279,7 @@ def test_a_victim_tells_of_the_rank_that_failed_first():
             raise RuntimeError("cleaning up failed, too") from error
 
     with pytest.raises((ValueError, RuntimeError)):
-        run_threads(3, body, timeout_s=20)
+        run_threads(3, body, timeout_s=60)
     assert {rank: error.rank for rank, error in seen.items()} == {0: 1, 2: 1}
     for error in seen.values():
         assert "ValueError: the first" in str(error) and str(error).count(TRACEBACK) == 1

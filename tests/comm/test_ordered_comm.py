@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeded
 from torch import nn
 
 import zeroshard as zs
@@ -37,8 +38,7 @@ class Branches(nn.Module):
 
 
 def _model() -> Branches:
-    torch.manual_seed(3)
-    return Branches()
+    return seeded(Branches, 3)
 
 
 def _batch(rank: int, step: int) -> tuple[torch.Tensor, list[int]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import seeded
 from torch import Tensor, nn
 from zoo import run_threads, same
 
@@ -137,12 +138,11 @@ def test_the_values_are_those_of_rank_0_and_a_failure_leaves_nothing_open():
 def wav2vec2() -> nn.Module:
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-    torch.manual_seed(0)
-    return Wav2Vec2Model(Wav2Vec2Config(
+    return seeded(lambda: Wav2Vec2Model(Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3),
         num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False, layerdrop=0.0,
         hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
-    ))  # fmt: skip
+    )))  # fmt: skip
 
 
 SOUND = torch.linspace(-1, 1, 600).view(2, 300).sin()

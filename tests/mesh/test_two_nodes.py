@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeding
 from torch import nn
 
 import zeroshard as zs
@@ -62,8 +63,8 @@ class Net(nn.Module):
 
     def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        with seeding(0):
+            self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.skipped: set[int] = set()
         self.before = {}
 

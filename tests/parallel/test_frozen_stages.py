@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -53,8 +54,7 @@ class Net(nn.Module):
 
 
 def model(frozen: str) -> nn.Module:
-    torch.manual_seed(0)
-    net = Net()
+    net = seeded(Net)
     for name in FROZEN[frozen]:
         net.get_submodule(name).requires_grad_(False)
     return net

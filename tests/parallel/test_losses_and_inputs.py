@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -109,10 +110,9 @@ def one_process(kind: str, places: int) -> tuple[list[list[float]], list[float]]
 
 
 def run_cell(mesh, kind: str, axis: str, stage: int) -> tuple[list[float], float]:
-    torch.manual_seed(0)
     place = mesh["dp"].get_local_rank()
     options = {} if kind == "language" else {"loss": F.mse_loss, "example": torch.zeros_like(batch(kind, 0, 0)[0][:2])}
-    run = zs.parallelize(MODELS[kind](), mesh, optimizer=adam, micro_batches=MICRO, stage=stage, **options)
+    run = zs.parallelize(seeded(MODELS[kind]), mesh, optimizer=adam, micro_batches=MICRO, stage=stage, **options)
     losses = [run.step(*batch(kind, step, place)).item() for step in range(STEPS)]
     for part in run.models:
         part.eval()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeding
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -28,9 +29,9 @@ adam = functools.partial(torch.optim.Adam, lr=1e-2, eps=1e-3)  # a small eps wou
 
 
 def gpt(tied: bool = True, alibi: bool = False) -> nn.Module:
-    torch.manual_seed(0)
     options = {"positions": "alibi", "embedding_norm": True, "bias": True} if alibi else {}
-    return GPT(GPTConfig(vocab_size=TOKENS, seq_len=16, dim=16, layers=4, heads=4, tied=tied, **options))
+    with seeding(0):
+        return GPT(GPTConfig(vocab_size=TOKENS, seq_len=16, dim=16, layers=4, heads=4, tied=tied, **options))
 
 
 def of_transformers(kind: str) -> nn.Module:
@@ -41,8 +42,8 @@ def of_transformers(kind: str) -> nn.Module:
         vocab_size=TOKENS, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         use_cache=False, attn_implementation="eager", tie_word_embeddings=False, **options,
     )  # fmt: skip
-    torch.manual_seed(0)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    with seeding(0):
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
 MODELS = {

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import seeding
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard as zs
@@ -28,8 +29,8 @@ def mesh_of():
 
 
 def model() -> GPT:
-    torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=64, seq_len=8, dim=24, layers=4, heads=6, tied=True))
+    with seeding(0):
+        return GPT(GPTConfig(vocab_size=64, seq_len=8, dim=24, layers=4, heads=6, tied=True))
 
 
 THREE = ("pp", "dp", "tp")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers import seeding
 from torch import Tensor, nn
 
 import zeroshard as zs
@@ -51,8 +52,8 @@ class Net(nn.Module):
 
 
 def model_of(tied: bool) -> Net:
-    torch.manual_seed(0)
-    return Net(tied)
+    with seeding(0):
+        return Net(tied)
 
 
 def cut(model: Net, mesh, sequence: bool, tied: bool) -> Net:

@@ -11,7 +11,8 @@ are sent, masters are fp32, the loss scale is a power of two, so every precision
 
 import contextlib
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 import zeroshard as zs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GENERATOR = threading.RLock()  # held while torch's generator, one for all threads of the process, is seeded and drawn from
 
 
 # -- models --------------------------------------------------------------------------------------------------
@@ -115,10 +117,17 @@ def vector_batches(steps: int, micro: int, world_size: int, inputs: int = 5, out
     return [[[(draw(inputs), draw(outputs)) for _ in range(world_size)] for _ in range(micro)] for _ in range(steps)]
 
 
+@contextlib.contextmanager
+def seeding(seed: int) -> Iterator[None]:
+    """torch's generator begins at `seed` inside, for one thread at a time: ranks that are threads share it. Not for collectives."""
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """A model with the same values every time."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeding(seed):
         return make()
 
 

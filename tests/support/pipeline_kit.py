@@ -2,6 +2,7 @@
 
 import torch
 import torch.nn.functional as F
+from helpers import seeding
 from torch import Tensor
 
 from zeroshard.models.gpt import GPT, GPTConfig
@@ -10,8 +11,8 @@ STEPS, MICRO, ROWS, SEQ, VOCAB = 3, 4, 8, 6, 32
 
 
 def model(tied: bool = False, layers: int = 4) -> GPT:
-    torch.manual_seed(7)
-    return GPT(GPTConfig(vocab_size=VOCAB, seq_len=SEQ, dim=16, layers=layers, heads=2, tied=tied))
+    with seeding(7):
+        return GPT(GPTConfig(vocab_size=VOCAB, seq_len=SEQ, dim=16, layers=layers, heads=2, tied=tied))
 
 
 def batch(step: int, dp: int) -> tuple[Tensor, Tensor]:
