@@ -24,7 +24,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if told else super()._get_help_string(action)
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", float: "X"}.get(action.type, "TEXT")
+        return "N" if action.type is int else "X" if action.type is float else "TEXT"
 
 
 class Parser(argparse.ArgumentParser):

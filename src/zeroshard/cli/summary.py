@@ -136,7 +136,7 @@ def memory(report: zs.Report) -> Table:
         f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP"
     )
     rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
-    total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    total: Any = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     for name, measured, formula, ddp in [*rows, total]:
         share = f"{measured / ddp:.0%}" if ddp else ""
         table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])

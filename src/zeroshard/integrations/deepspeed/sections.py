@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...errors import did_you_mean
 from .config_keys import ALIASES, KEYS, Key, Treatment, is_on, keys_of
@@ -132,6 +132,10 @@ class Section:
 
     prefix: ClassVar[str]
     sections: ClassVar[dict[str, type[Section]]] = {}  # kind -> class, of the fields that are sections themselves
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field: `config_keys` lists them."""
 
     def __init__(self, **given: Any) -> None:
         self.notes: list[str] = []
@@ -232,6 +236,7 @@ class DeepSpeedZeroConfig(Section):
     """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
 
     prefix = "zero_optimization"
+    overlap_comm: bool
     sections: ClassVar[dict[str, type[Section]]] = {
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
