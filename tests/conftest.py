@@ -35,7 +35,7 @@ class TestExpired(BaseException):
 LIMIT_S, PROCESSES_LIMIT_S, GRACE_S = 60, 240, 30
 
 LONGEST = (  # files, those first that take longest: from 60 s to 10 on two busy cores
-    "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
+    "style", "fake_world", "parallelize", "lightning", "programs", "beside_deepspeed", "two_nodes", "mesh_processes", "parallel_checkpoints",
     "engine", "examples", "plans", "equivalence", "tensor_parallel", "parallel_volumes", "pipeline", "equivalence_wide", "processes",
     "failures", "plan_command", "checkpoint_kept", "uneven_data", "freezing", "recovery", "private_memory", "checkpoint_kills", "optimizer", "user_models",
     "tiers_placements", "tiers_faults", "reproductions", "hidden_paths", "save_beside", "accumulation", "delayed_update", "cli", "cli_resume",

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class UsageError(Exception):
@@ -30,7 +30,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse that raises `UsageError` instead of leaving the process, and knows what was meant."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Help, **settings)
 
     def error(self, message: str) -> NoReturn:
