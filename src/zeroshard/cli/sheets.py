@@ -3,12 +3,14 @@
 With `--quiet` nothing of this is printed.
 """
 
+import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .arguments import quiet
 
@@ -99,6 +101,25 @@ def say(text: str = "") -> None:
     """Print a line that is no result: `--quiet` leaves it out."""
     if not quiet():
         print(text, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print JSON on stdout. What fits on a line stands on one, and so does an object of plain values: a reader sees a table."""
+    print(_json(value, ""))
+
+
+def _json(value: Any, indent: str) -> str:
+    line = json.dumps(value, default=str)
+    plain = not isinstance(value, (dict, list, tuple))
+    if isinstance(value, dict) and indent:
+        plain = not any(isinstance(each, (dict, list, tuple)) for each in value.values())
+    if plain or len(indent) + len(line) <= WIDTH:
+        return line
+    inner = indent + "  "
+    if isinstance(value, dict):
+        parts = [f"{inner}{json.dumps(str(name))}: {_json(each, inner)}" for name, each in value.items()]
+        return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+    return "[\n" + ",\n".join(f"{inner}{_json(each, inner)}" for each in value) + f"\n{indent}]"
 
 
 def megabytes(nbytes: float) -> str:
