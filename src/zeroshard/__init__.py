@@ -55,8 +55,6 @@ from .errors import (
     ThreadsMet,
     ZeroshardError,
 )
-from .measure.forecast import Forecast, forecast
-from .measure.report import Report, report
 from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
@@ -74,6 +72,7 @@ _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "plan_for": ".parallel.plans",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
+    "Forecast": ".measure.forecast", "forecast": ".measure.forecast", "Report": ".measure.report", "report": ".measure.report",
 }  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
 from ..utils.host import ranks_here
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 from . import directory as places
@@ -43,7 +44,7 @@ from .manifest import Manifest
 from .read_buffers import Room
 from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
-from .saving import check_idle, core_of, saver_of
+from .saving import core_of, saver_of
 from .source import Opened, name_left_out
 from .stages import Stages
 from .user_state import check_named, check_target, slices_of, takes_state
