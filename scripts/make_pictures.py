@@ -1,8 +1,9 @@
 """Draw the memory of one GPT at each ZeRO stage and on each tier, as docs/learn/zero.md shows it, from plans by `zs.plan`.
 
-    PYTHONPATH=src python scripts/make_pictures.py            # about three minutes on one core; needs no GPU
+    PYTHONPATH=src python scripts/make_pictures.py            # about five minutes on one core; needs no GPU
+    PYTHONPATH=src python scripts/make_pictures.py --draw     # from memory.json as it is
 
-Writes docs/learn/memory.json (bytes by configuration, tier and category), the pictures stages.svg, steps.svg and tiers.svg beside it,
+Writes docs/learn/memory.json (bytes by configuration, tier and category), the pictures stages.svg, steps.png and tiers.svg beside it,
 and the two tables between the marks of zero.md. tests/test_site.py compares the tables with memory.json, and memory.json with the
 formulas of the stages.
 """
@@ -13,6 +14,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import zeroshard as zs
 from zeroshard.config import Tier
@@ -48,8 +50,13 @@ def measure() -> dict:
             for tier in Tier
         }
         if name in STAGES:
-            found["moments"][name] = [[moment.phase, moment.held] for moment in plan.moments]
+            found["moments"][name] = [[moment.phase, *moment_mib(moment.held)] for moment in plan.moments]
     return found
+
+
+def moment_mib(held: dict[str, int]) -> list[int]:
+    """MiB by category, in the order of the colours."""
+    return [round(held.get(category, 0) / 2**20) for category in COLOURS]
 
 
 def gib(nbytes: float) -> float:
@@ -88,8 +95,19 @@ def draw_bars(peaks: dict, tiers: list[str], path: Path) -> None:
         axis.set_xticks(range(len(peaks)), names, fontsize=8)
         axis.set(ylabel=f"GiB of the {tier}, one rank of {RANKS}", ylim=(0, 1.12 * max(*floor.values(), 1)))
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(loc="outside right upper" if False else "upper right", fontsize=8, frameon=False, reverse=True)
+    legend(figure)
     figure.savefig(path, metadata={"Date": None})
+
+
+def legend(figure: Any) -> None:
+    """One for all panels, beside them; the order is that of the stacks."""
+    handles: dict = {}
+    for axis in figure.axes:
+        found, labels = axis.get_legend_handles_labels()
+        handles.update(zip(labels, found, strict=True))
+    known = [name for name in COLOURS if name in handles]
+    names = [*(name for name in handles if name not in COLOURS), *reversed(known)]
+    figure.legend([handles[name] for name in names], names, loc="outside right upper", fontsize=8, frameon=False)
 
 
 def draw_steps(found: dict, path: Path) -> None:
@@ -98,18 +116,17 @@ def draw_steps(found: dict, path: Path) -> None:
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     for axis, (name, moments) in zip(figure.subplots(2, 2, sharey=True).flat, found["moments"].items(), strict=True):
-        categories = [each for each in COLOURS if any(each in held for _, held in moments)]
-        stacked = [[gib(held.get(each, 0)) for _, held in moments] for each in categories]
-        axis.stackplot(range(len(moments)), stacked, labels=categories, colors=[COLOURS[each] for each in categories], step="post")
-        axis.axhline(CAPACITY_GIB, color="black", lw=1, ls="--")
-        turn = next(place for place, (phase, _) in enumerate(moments) if phase == "backward")
+        stacked = {name: [moment[1 + place] / 1024 for moment in moments] for place, name in enumerate(COLOURS)}
+        shown = {name: held for name, held in stacked.items() if any(held)}
+        axis.stackplot(range(len(moments)), list(shown.values()), labels=list(shown), colors=[COLOURS[each] for each in shown])
+        axis.axhline(CAPACITY_GIB, color="black", lw=1, ls="--", label=f"a device of {CAPACITY_GIB} GiB")
+        turn = next(place for place, moment in enumerate(moments) if moment[0] == "backward")
         axis.axvline(turn, color="black", lw=0.5)
         axis.set_xticks([turn / 2, (turn + len(moments)) / 2], ["forward", "backward"])
         axis.set(title=name, xlim=(0, len(moments) - 1), ylim=(0, None), ylabel="GiB")
         axis.spines[["top", "right"]].set_visible(False)
-    handles = dict(zip(*reversed(figure.axes[-1].get_legend_handles_labels()), strict=True))
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8, frameon=False, reverse=True)
-    figure.savefig(path, metadata={"Date": None})
+    legend(figure)
+    figure.savefig(path, dpi=110)
 
 
 def table(found: dict, names: list[str]) -> str:
@@ -142,7 +159,7 @@ def main() -> None:
     found = json.loads(numbers.read_text()) if "--draw" in sys.argv else measure()
     numbers.write_text(json.dumps(found) + "\n")
     draw_stages(found, FOLDER / "stages.svg")
-    draw_steps(found, FOLDER / "steps.svg")
+    draw_steps(found, FOLDER / "steps.png")
     draw_bars({name: found["peak"][name] for name in TIERS}, ["device", "host", "disk"], FOLDER / "tiers.svg")
     page.write_text(with_tables(page.read_text(), found))
 

@@ -1,7 +1,7 @@
 """What mkdocs does beside Markdown (`hooks:` of mkdocs.yml): tables made from docstrings, and links to files of the repository.
 
-    <!-- options: Config -->       becomes the table of that class's fields: name, default, and what its docstring says of it
-    [text](../../examples/x.py)    a file beside docs/ is copied into the site, and the link leads there
+<!-- options: Config -->       becomes the table of that class's fields: name, default, and what its docstring says of it
+[text](../../examples/x.py)    a file beside docs/ is copied into the site, and the link leads there
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What pages show runs: Python of *Start* and *How to*, with the output beside it, and each command line of every page.
 
-    <!-- setup              Python that runs before the blocks of a page: names that the reader has already
-    <!-- not run: REASON    before a block of Python: it compiles, and needs what tests do not have
-    ```text after ```python shows what the block prints, `$ zeroshard ...` in a ```console block what the command prints;
-    a line `...` stands for any lines.
+<!-- setup              Python that runs before the blocks of a page: names that the reader has already
+<!-- not run: REASON    before a block of Python: it compiles, and needs what tests do not have
+```text after ```python shows what the block prints, `$ zeroshard ...` in a ```console block what the command prints;
+a line `...` stands for any lines.
 """
 
 import argparse
