@@ -82,7 +82,7 @@ def load(
     World size, mesh, stage, tiers, precision, units and tiles may differ from those that saved it. On a mesh with model axes each rank
     reads its part of whole parameters; all of its ranks call this, those of a pipeline each with its stage. Also taken are safetensors, files
     of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
-    options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
+    options where they hold them; what wrappers put before names is stripped (docs/how-to/resume.md).
 
     Args:
         path: a checkpoint, or a folder of checkpoints: then `name`, or the one saved last. Where that is not complete
