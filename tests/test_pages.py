@@ -72,7 +72,7 @@ def test_a_command_of_a_page_prints_what_it_shows(path, tmp_path, monkeypatch, c
             assert same(shown, printed), f"{name_of(path)} shows\n{shown}and {command!r} printed\n{printed}"
 
 
-class Parsed(Exception):
+class Parsed(BaseException):
     """A command line was understood; nothing is to run."""
 
 

@@ -5,7 +5,7 @@ model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the lo
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import io
 from .activation_checkpointing.checkpoint import checkpoint_activations
@@ -67,6 +67,10 @@ from .version import __version__
 from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 from .zero.method_forward import register_forward
+
+if TYPE_CHECKING:
+    from .measure.forecast import Forecast, forecast
+    from .measure.report import Report, report
 
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
