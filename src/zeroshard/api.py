@@ -38,7 +38,7 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .utils import torch_compat
 from .utils.torch_compat import FakeTensor, carry_hooks, swap
-from .zero import hooks, init_context
+from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
@@ -386,19 +386,13 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
 # -- contexts --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage.
+def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The backwards inside do not communicate: each rank adds up its gradients, in the gradient dtype, at every stage.
 
-    The next backward outside reduces them, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    The next backward outside reduces their sum, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    All ranks enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` are the same.
     """
-    runtime = runtime_of(model)
-    previous, runtime.sync = runtime.sync, False
-    runtime.account.held = True
-    try:
-        yield
-    finally:
-        runtime.sync = previous
+    return ddp_interface.accumulate(runtime_of(model))
 
 
 # -- gradients, states and values by name ------------------------------------------------------------------------

@@ -88,7 +88,7 @@ _WHOLE = _Kind("a whole number", _is_whole)
 _POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 _SKIPS = _Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (_is_whole(value) and value >= 1))
-_COUNT = _Kind("a whole number of at least 0", lambda value: _is_count(value))
+_COUNT = _Kind("a whole number of at least 0", _is_count)
 _BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
 _MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
 _SECONDS = _Kind(
@@ -326,7 +326,7 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
     again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
     return (
         f"config: {path} is a plan for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
-        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --config {path}"
+        f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --write-config {path}"
     )
 
 
@@ -463,7 +463,7 @@ class Config:
             hint = " Pass the number, not the text." if str(self.stage) in map(str, STAGES) else ""
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
         self._normalise_precision()
-        if isinstance(self.units, type) or isinstance(self.units, str) and self.units not in UNIT_CHOICES:
+        if isinstance(self.units, type) or (isinstance(self.units, str) and self.units not in UNIT_CHOICES):
             # a bare class, or its name, is a natural slip for a tuple of one
             object.__setattr__(self, "units", (self.units,))
         for name in ("gradient_dtype", "reduce_dtype"):

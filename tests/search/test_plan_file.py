@@ -63,7 +63,7 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
         "hierarchical",
     ):
         assert getattr(trained, field) == getattr(asked, field), field
-    assert (options.batch, options.accumulate) == (layout.sequences, layout.micro_batches)
+    assert (options.global_batch, options.accumulate) == (layout.sequences, layout.micro_batches)
     assert options.checkpoints == (layout.checkpointing != "none") and options.partition_activations == (
         layout.checkpointing == "partitioned"
     )
@@ -96,8 +96,10 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
 def test_options_given_beside_the_file_count(tmp_path):
     path = written(LAYOUTS["offloaded"], tmp_path)
     assert zs.Config.build(path, stage=3, offload_optimizer="cpu", offload_gradient="cpu").offload_optimizer.tier is HOST
-    options = parse_train(["--config", str(path), "--stage", "2", "--offload-param", "none", "--batch", "16", "--ranks", "2"])
-    assert (options.stage, options.batch, options.ranks, options.offload_optimizer) == (2, 16, 2, "nvme")
+    options = parse_train(
+        ["--config", str(path), "--stage", "2", "--offload-param", "none", "--global-batch", "16", "--ranks", "2"]
+    )
+    assert (options.stage, options.global_batch, options.ranks, options.offload_optimizer) == (2, 16, 2, "nvme")
 
 
 def shard_by_file(rank, path):
@@ -174,7 +176,7 @@ def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd)
     assert said(capfd, run_threads, 4, shard_by_file, str(path)) == []
     (line,) = said(capfd, run_threads, 2, shard_by_file, str(path))
     assert f"config: {path} is a plan for 4 ranks (dp=4), and these are 2 ranks (dp=2)" in line
-    assert f"zeroshard plan MODEL --ranks 2 --auto --global-batch 24 --config {path}" in line
+    assert f"zeroshard plan MODEL --ranks 2 --auto --global-batch 24 --write-config {path}" in line
     given = json.loads(path.read_text())
     given["zeroshard"]["node_size"] = 2
     path.write_text(json.dumps(given))

@@ -253,7 +253,7 @@ class _Loading:
         """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
-                self.aliases |= {name: spec.whole_name for name in safetensors.names_of(self.prefixes, spec)}
+                self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
         self.opened.fit(self.stages.names)
         if self.opened.ours:

@@ -86,8 +86,7 @@ class Report:
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
         lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
-        for state in STATES:
-            lines.append(f"{state:<20}{self.at_rest[state]:>16,}{self.formula[state]:>16,}{self.ddp[state]:>16,}")
+        lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
         lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]

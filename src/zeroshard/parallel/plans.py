@@ -93,7 +93,7 @@ FAMILIES = {
             **{f"DenseReluDense.{name}": "colwise" for name in ("wi", "wi_0", "wi_1")},
             "DenseReluDense.wo": "rowwise",
         },
-        {kind: ("n_heads", "inner_dim") for kind in ("SelfAttention", "EncDecAttention")},
+        dict.fromkeys(("SelfAttention", "EncDecAttention"), ("n_heads", "inner_dim")),
     ),
     "zeroshard.GPT": Family(
         {"attention.qkv": "packed_qkv", "attention.out": "rowwise", "mlp.up": "colwise", "mlp.out": "rowwise"},

@@ -313,8 +313,10 @@ def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
 def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple[tuple, dict]:
     """The arguments with `change` done to what maps read: the first one, and those of the names in STATES."""
     reads = [isinstance(value, Tensor) and value.is_floating_point() for value in (*args[:1], *kwargs.values())]
-    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads))
-    named = {k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :])}
+    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads, strict=False))
+    named = {
+        k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :], strict=False)
+    }
     return (*first, *args[1:]), named
 
 

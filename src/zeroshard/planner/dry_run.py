@@ -375,7 +375,7 @@ class _Run:
                 recorder.enter(phase)
                 if number == 1:
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = [dict((kind, t.nbytes) for kind, t in runtime.ledger.traffic.items()) for runtime in runtimes]
+                    before = [{kind: t.nbytes for kind, t in runtime.ledger.traffic.items()} for runtime in runtimes]
                 with self._told("batch: the function that makes it"):
                     batches = [_make(batch) for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))

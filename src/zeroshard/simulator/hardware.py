@@ -289,7 +289,7 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
         may_be_zero = key in ("disk_nbytes", "overhead_nbytes", "latency_s", "kernel_latency_s")
         kinds = known[key].type if key in known else "float"
         if kinds.split(" ")[0] in ("int", "float") and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or may_be_zero and value == 0)
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or (may_be_zero and value == 0))
         ):
             raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")
         if kinds == "int" and value != int(value):

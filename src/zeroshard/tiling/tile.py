@@ -11,6 +11,7 @@ ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import defaultdict
@@ -233,8 +234,8 @@ def _bounds(extent: int, most: int) -> list[int]:
     for step in (_ROWS, 1):
         chunks = extent // step
         bounds = [chunks * i // count * step for i in range(count)] + [extent]
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        if 0 < min(lengths) and max(lengths) <= most:
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if min(lengths) > 0 and max(lengths) <= most:
             return bounds
     raise AssertionError(f"no tiles of at most {most} for {extent}")
 
