@@ -27,7 +27,7 @@ from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_chec
 from .checkpoint.safetensors import save_safetensors
 from .checkpoint.tensor_stream import stream_full_tensors
 from .compression import Compression
-from .config import Config, Offload
+from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
 from .errors import (
@@ -57,8 +57,6 @@ from .errors import (
     ZeroshardError,
     missing_name,
 )
-from .measure.forecast import Forecast, forecast
-from .measure.report import Report, report
 from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
@@ -73,20 +71,23 @@ from .zero.init_context import init
 from .zero.method_forward import register_forward
 
 if TYPE_CHECKING:
+    from .measure.forecast import Forecast, forecast
+    from .measure.report import Report, report
     from .parallel import tensor_parallel as tensor_parallel
     from .parallel.parallelize import Parallel as Parallel
     from .parallel.parallelize import parallelize as parallelize
     from .parallel.pipeline import Pipeline as Pipeline
     from .parallel.pipeline import stages_of as stages_of
-    from .parallel.plans import plan_for as plan_for
     from .parallel.stages import cut_stages as cut_stages
+    from .parallel.styles import styles_for as styles_for
     from .planner.dry_run import plan as plan
     from .planner.plan import Plan as Plan
 
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
-    "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "plan_for": ".parallel.plans",
+    "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
+    "Forecast": ".measure.forecast", "forecast": ".measure.forecast", "Report": ".measure.report", "report": ".measure.report",
 }  # fmt: skip
 
 _INSTEAD = {  # names of PyTorch, FairScale and DeepSpeed: the line to write
@@ -102,6 +103,7 @@ _INSTEAD = {  # names of PyTorch, FairScale and DeepSpeed: the line to write
     "register_fsdp_forward_method": "zs.register_forward(model, 'generate')",
     "apply_activation_checkpointing": "zs.checkpoint_activations(model)",
     "get_model_state_dict": "state = zs.full_state_dict(model)", "clip_grad_norm": "norm = zs.clip_grad_norm_(model, 1.0)",
+    "plan_for": "zs.styles_for",  # an earlier name
 }  # fmt: skip
 
 if not TYPE_CHECKING:
@@ -125,7 +127,7 @@ __all__ = [
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
-    "ThreadsMet", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
+    "ThreadsMet", "Tier", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
     "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",
     "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",

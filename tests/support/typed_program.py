@@ -36,7 +36,7 @@ def train(mesh: torch.distributed.device_mesh.DeviceMesh) -> None:
     assert_type(zs.plan(Net, ranks=2, batch=(1, 8), stage=3), zs.Plan)
     zs.plan(Net, ranks=2, stage=2.5)  # type: ignore[arg-type]
     zs.tensor_parallel.apply(built, mesh["tp"])
-    zs.plan_for(built), zs.cut_stages(built, 2, [0]), zs.stages_of(0, 2, 1, "1F1B")
+    zs.styles_for(built), zs.cut_stages(built, 2, [0]), zs.stages_of(0, 2, 1, "1F1B")
     engine, *_ = deepspeed.initialize(model=built, config={"train_batch_size": 8})
     assert_type(engine, deepspeed.DeepSpeedEngine)
     deepspeed.comm.get_rank()

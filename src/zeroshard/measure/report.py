@@ -6,7 +6,7 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
-                      in two hops, in groups or packed: docs/communication.md
+                      in two hops, in groups or packed: docs/learn/network.md
     moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
                       2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ConfigError, ZeroshardError
-from ..optim.sharded_optimizer import ShardedOptimizer
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
@@ -125,10 +124,14 @@ def _check_arguments(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
             raise ConfigError(f"{name}: expected a positive number of bytes, got {value!r}.")
     sharded = any("_zeroshard" in module.__dict__ for module in model.modules())
-    if sharded or any(isinstance(getattr(param, "_home", None), ParamHome) for param in model.parameters()):
+    if sharded or any(_is_sharded(param) for param in model.parameters()):
         raise ZeroshardError("this model is sharded already: zs.tile(model) comes before zs.shard(), or zs.close() it first.")
-    if isinstance(optimizer, ShardedOptimizer):
+    if optimizer is not None and any(_is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
+
+
+def _is_sharded(param: Any) -> bool:
+    return isinstance(getattr(param, "_home", None), ParamHome)
 
 
 def _say(line: str) -> None:

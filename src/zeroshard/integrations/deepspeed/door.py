@@ -70,7 +70,7 @@ def _text(path: str) -> str:
     parts = path.split(".")
     keys = (path, parts[-1], *(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)))
     remedy = next((INSTEAD[key] for key in keys if key in INSTEAD), None)
-    return f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/ecosystem.md for what it has.'}"
+    return f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/how-to/tools.md for what it has.'}"
 
 
 def _all_paths() -> set[str]:
