@@ -7,7 +7,7 @@ Every command parses by `Parser`, which adds the two options that all of them ha
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ EXTRAS = {  # library -> the extra of pyproject.toml that installs it
     "psutil": "bench",
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
+_asked: list[bool] = []  # not empty while `parser_of` asks a command for its parser
 
 
 def quiet() -> bool:
@@ -66,7 +67,9 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
     class _Help(_formatter()):  # type: ignore[misc]
         def _get_help_string(self, action: argparse.Action) -> str | None:
-            told = any(action.default is each for each in (None, False, argparse.SUPPRESS)) or "default:" in (action.help or "")
+            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS)) or "default:" in (
+                action.help or ""
+            )
             return action.help if told else super()._get_help_string(action)
 
         def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
@@ -95,6 +98,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; the first argument that is not an option of this command is an error."""
+        if _asked:
+            raise _Answer(self)
         for word in argv:
             if word.split("=")[0] in self.renamed:
                 old = word.split("=")[0]
@@ -108,6 +113,22 @@ class Parser(argparse.ArgumentParser):
         if quiet() and verbose():
             raise UsageError(f"--quiet: expected none beside --verbose; see {self.prog} --help")
         return known
+
+
+class _Answer(Exception):
+    """Carries the parser of a command out of it."""
+
+
+def parser_of(main: Callable[[list[str]], int]) -> Parser:
+    """The parser of a command. `main` is called, and left where it would parse, before it does anything."""
+    _asked.append(True)
+    try:
+        main([])
+    except _Answer as answer:
+        return answer.args[0]
+    finally:
+        _asked.clear()
+    raise AssertionError(f"{main.__module__}.main parses by no Parser")
 
 
 def add_options(parser: Parser, kind: type) -> None:
