@@ -21,7 +21,7 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_plan
+from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_layout
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
@@ -38,7 +38,7 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .utils import torch_compat
 from .utils.torch_compat import FakeTensor, carry_hooks, swap
-from .zero import hooks, init_context
+from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
@@ -167,10 +167,10 @@ class _Planned:
     @classmethod
     def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> _Planned:
         """Raises ConfigError for a plan of a model that is cut otherwise."""
-        plan = read_plan(path)
+        plan = read_layout(path)
         if mesh is None and comm is None and cuts_model(plan):
             raise ConfigError(
-                f"config: {path} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
+                f"config: {path} is a layout for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
             )
         axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
         if other_model_axes(plan, axes):
@@ -386,19 +386,13 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
 # -- contexts --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage.
+def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The backwards inside do not communicate: each rank adds up its gradients, in the gradient dtype, at every stage.
 
-    The next backward outside reduces them, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    The next backward outside reduces their sum, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    All ranks enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` are the same.
     """
-    runtime = runtime_of(model)
-    previous, runtime.sync = runtime.sync, False
-    runtime.account.held = True
-    try:
-        yield
-    finally:
-        runtime.sync = previous
+    return ddp_interface.accumulate(runtime_of(model))
 
 
 # -- gradients, states and values by name ------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class RunFolder:
         """records: rows that are there already, of a run that is resumed. Others there are dropped."""
         self.path, self.records = path, records
         self.write_text(METRICS, "".join(json.dumps(row) + "\n" for row in records))
-        self._metrics = open(self.path / METRICS, "a", buffering=1)
+        self._metrics = open(self.path / METRICS, "a", buffering=1)  # noqa: SIM115  # open for the whole run
 
     @classmethod
     def create(cls, out: str | None) -> "RunFolder":

@@ -22,6 +22,7 @@ from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
+from .ddp_interface import give_interface, take_interface
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -48,10 +49,12 @@ def attach(runtime: Runtime) -> None:
     runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(runtime.model):
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
+    give_interface(runtime)
 
 
 def detach(runtime: Runtime) -> None:
     """Remove every hook."""
+    take_interface(runtime)
     runtime.comm.progress.models.discard(runtime.model)
     _attached.pop(id(runtime), None)
     for handle in runtime.handles:

@@ -425,7 +425,7 @@ _REFUSED = (
         "data_sampling.num_workers": 0, "data_sampling.pin_memory": False, "data_sampling.curriculum_learning": None,
         **{f"data_sampling.curriculum_learning.{name}": None for name in ("enabled", "data_cluster_path", "curriculum_metrics")},
         "data_sampling.dynamic_batching": None,
-        **{f"data_sampling.dynamic_batching.{name}": None 
+        **{f"data_sampling.dynamic_batching.{name}": None
            for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
         "data_routing": None, "data_routing.enabled": False, "data_routing.random_ltd": None,
         **{f"data_routing.random_ltd.{name}": None for name in (
