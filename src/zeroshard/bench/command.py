@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from ..cli.arguments import Parser, UsageError, no_picture, quiet
+from ..cli.arguments import Parser, UsageError, quiet
+from ..cli.sheets import drawn
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
 from . import (
@@ -300,12 +301,9 @@ def _finish(results: Results, out: Path, console) -> int:
         (results.parallel, "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2", out / "plot_parallel.png"),
         (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
     )
-    try:
-        drawn = [path for outcomes, title, path in pictures if plot.draw(outcomes, title, path)]
-    except ModuleNotFoundError as error:
-        drawn = []
-        console.print(no_picture(str(out / "plot.png"), error), markup=False)
-    written = [out / "results.json", out / "results.md", *drawn]
+    for outcomes, title, path in pictures:
+        drawn(path, plot.draw, outcomes, title, path)
+    written = [out / "results.json", out / "results.md", *(path for *_, path in pictures if path.exists())]
     console.print("written: " + ", ".join(map(str, written)), markup=False)
     return _exit_code(results)
 

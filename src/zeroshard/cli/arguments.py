@@ -44,13 +44,6 @@ def how_to_install(library: str) -> str:
     return f"pip install -e '.[{EXTRAS[library]}]'"
 
 
-def no_picture(name: str, error: ModuleNotFoundError) -> str:
-    """The line in place of a picture whose library is not installed. Raises any error that has another reason."""
-    if error.name not in EXTRAS:
-        raise error
-    return f"{name} is not drawn: {error.name} is not installed; install it with: {how_to_install(error.name)}"
-
-
 def _formatter() -> type[argparse.HelpFormatter]:
     """argparse's own, or that of rich-argparse where it is installed and a terminal shows colours."""
     if not sys.stdout.isatty():
@@ -131,6 +124,9 @@ def parser_of(main: Callable[[list[str]], int]) -> Parser:
     raise AssertionError(f"{main.__module__}.main parses by no Parser")
 
 
+_LONG = 20  # characters of choices, which then stand in the help and not in the place of the value
+
+
 def add_options(parser: Parser, kind: type) -> None:
     """One option for each field of a dataclass that has metadata: help, group (its heading in --help) and argparse's settings."""
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -138,6 +134,9 @@ def add_options(parser: Parser, kind: type) -> None:
         if not option.metadata:
             continue
         settings = dict(option.metadata)
+        choices = settings.get("choices", ())
+        if len(",".join(map(str, choices))) > _LONG and "metavar" not in settings:
+            settings |= {"metavar": "NAME", "help": f"{settings['help']}: {', '.join(map(str, choices))}"}
         group, names = settings.pop("group", None), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
         if group is not None and group not in groups:
             groups[group] = parser.add_argument_group(group)

@@ -60,7 +60,7 @@ def run_facts(folder: Path) -> dict[str, Any]:
         "steps asked for": training.get("steps"), "seconds of training": round(steps[-1]["seconds"], 1) if steps else 0,
         "ranks": report.get("world_size") or (len(steps[-1]["memory_nbytes"]) if steps else None),
         "stage": report.get("stage"), "mesh": training.get("mesh"), "precision": training.get("precision"),
-        "model": _shape(config.get("model")), "parameters of a rank and states, bytes": sum(report.get("at_rest", {}).values()) or None,
+        "model": _shape(config.get("model")), "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
         "held-out bits per byte before and after": [round(looks[0]["held_out_bits_per_byte"], 3),
             round(looks[-1]["held_out_bits_per_byte"], 3)] if looks else None,
     }  # fmt: skip
@@ -88,7 +88,7 @@ def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
             print("no checkpoint: train with --save-every to have some")
     if len(found) > 1 or (run is not None and found):
         show(_overview(found))
-    if len(found) == 1 and run is None or verbose():
+    if (len(found) == 1 and run is None) or verbose():
         for one in found:
             show(_details(one))
             show(_files(one))

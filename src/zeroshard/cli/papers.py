@@ -13,9 +13,9 @@ import zeroshard as zs
 from ..papers.table import Table
 from ..papers.tables import TABLES, check_names, write
 from . import report_error
-from .arguments import Parser, no_picture
+from .arguments import Parser
 from .exit_codes import ExitCode
-from .sheets import Sheet, say, show
+from .sheets import Sheet, drawn, say, show
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,11 +47,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _written(table: Table, folder: Path) -> list[Path]:
     """The files of a table; where matplotlib is not installed, a line says so in place of the picture. Raises OSError."""
-    try:
-        return write(table, folder)
-    except ModuleNotFoundError as error:
-        say(no_picture(str(folder / f"{table.name}.png"), error))
-        return sorted(folder.glob(f"{table.name}.*"))
+    drawn(folder / f"{table.name}.png", write, table, folder)
+    return sorted(folder.glob(f"{table.name}.*"))
 
 
 def _show(table: Table) -> None:
