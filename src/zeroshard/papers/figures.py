@@ -37,6 +37,7 @@ def draw(table: Table, path: Path) -> list[Path]:
 
 def _draw_curves(axis, table: Table, kind: str) -> None:
     """The lines whose names begin with `kind`: each kind has a panel, since lines of two kinds may coincide."""
+    assert table.curves is not None
     across, up, lines = table.curves
     for name, (xs, ys) in lines.items():
         if name.partition(",")[0] == kind:
