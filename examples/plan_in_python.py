@@ -6,7 +6,6 @@ stage 1: its ranks exchange sums of gradients, which are in fp32, and those of s
 """
 
 import zeroshard as zs
-from zeroshard.config import Tier
 from zeroshard.models import GPT, GPTConfig
 
 RANKS, BATCH, ROOM = 8, (4, 1024), 20 << 30  # BATCH: sequences of one forward, tokens of each; ROOM: bytes of a device
@@ -23,15 +22,15 @@ def main() -> None:
         # The options are those of zs.shard. Two steps of the library itself run on a rank that has no memory and no peers.
         plans[stage] = zs.plan(make_model, ranks=RANKS, batch=BATCH, checkpointing=True, stage=stage, precision="bf16")
         plan = plans[stage]
-        peak, sent = plan.peak(Tier.DEVICE), sum(plan.sent.values())
+        peak, sent = plan.peak(zs.Tier.DEVICE), sum(plan.sent.values())
         print(f"stage {stage}: {plan.num_parameters / 1e9:.2f}B parameters, peak {peak / 2**30:5.1f} GiB a device, "
               f"sends {sent / 1e9:5.1f} GB a step")  # fmt: skip
 
     # A plan says what takes the memory, phase by phase.
-    stage = next(stage for stage, plan in plans.items() if plan.peak(Tier.DEVICE) <= ROOM)
-    fullest = max(plans[stage].phases, key=lambda phase: phase.nbytes(Tier.DEVICE))
+    stage = next(stage for stage, plan in plans.items() if plan.peak(zs.Tier.DEVICE) <= ROOM)
+    fullest = max(plans[stage].phases, key=lambda phase: phase.nbytes(zs.Tier.DEVICE))
     print(f"stage {stage} is the lowest that fits {ROOM >> 30} GiB. Its fullest phase is {fullest.name}:")
-    for category, nbytes in sorted(fullest.held[Tier.DEVICE].items(), key=lambda item: -item[1]):
+    for category, nbytes in sorted(fullest.held[zs.Tier.DEVICE].items(), key=lambda item: -item[1]):
         print(f"  {category:<24}{nbytes / 2**30:6.2f} GiB")
 
 

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.saving import check_idle
 from .checkpoint.tensor_stream import full_tensors
 from .config import Tier
 from .errors import ConfigError, ModelClosed, ZeroshardError
 from .memory.ledger import AVERAGES
 from .offload.storage import Rest
+from .zero.idle import check_idle
 from .zero.runtime import Runtime, runtime_of
 from .zero.unit import ParamGroup
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import itertools
 import multiprocessing
 import os
 import threading
@@ -67,7 +68,7 @@ def test_space_gives_no_byte_twice_and_loses_none(actions):
         elif taken:
             space.give(*taken.pop(number % len(taken)))
         edges = sorted((o, o + space.rounded(n)) for o, n in taken)
-        assert all(stop <= start for (_, stop), (start, _) in zip(edges, edges[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(edges))
         assert space.used_nbytes == sum(stop - start for start, stop in edges)
     for offset, number in taken:
         space.give(offset, number)
@@ -149,7 +150,8 @@ def test_a_dropped_graph_of_own_checkpoints_is_freed(activate):
     kept = [token]
 
     def hold(module, args, output):
-        output.register_hook(lambda grad, token=kept.pop(): None)
+        token = kept.pop()
+        output.register_hook(lambda grad, token=token: None)
 
     model.first.register_forward_hook(hold)
     del token

@@ -152,11 +152,13 @@ def test_a_backward_inside_of_gathered(stage):
     wanted = one_process(lambda model: square(model, (X,)) + model.first.weight.pow(2).sum())
 
     def task(model: nn.Module, _: object) -> None:
-        with pytest.raises(
-            zs.ShardedWriteError, match=r"given a gradient inside.*forward and backward outside, on `p.full_tensor\(\)`"
+        with (
+            pytest.raises(
+                zs.ShardedWriteError, match=r"given a gradient inside.*forward and backward outside, on `p.full_tensor\(\)`"
+            ),
+            zs.gathered(model),
         ):
-            with zs.gathered(model):
-                (square(model, (X,)) + model.first.weight.pow(2).sum()).backward()
+            (square(model, (X,)) + model.first.weight.pow(2).sum()).backward()
         with zs.gathered(model):
             late = model.first.weight.pow(2).sum()
         with pytest.raises(

@@ -10,9 +10,10 @@ DeepSpeed does not sync its files to the disk; whoever times it must (checkpoint
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn

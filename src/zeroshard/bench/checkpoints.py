@@ -139,7 +139,7 @@ def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, l
             teams.attempt(kept, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
         for index in range(rounds):
             for kept in turned(group, index):
-                teams.attempt(kept, lambda team: _take_turn(kept, team, folder / kept.contender.name, nbytes))
+                teams.attempt(kept, lambda team, kept=kept: _take_turn(kept, team, folder / kept.contender.name, nbytes))
             say(f"  round {index + 1} of {rounds} done")
 
 

@@ -38,10 +38,9 @@ from torch import Tensor, nn
 
 from ..io.aligned import empty_aligned
 from ..optim import cpu_kernels
-from .micro_benchmark import median_ratio, take_turns
+from .micro_benchmark import median_ratio, one_line, take_turns
 from .statistics import BUSY_CORE_SHARE
 from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
-from .worker import one_line
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"

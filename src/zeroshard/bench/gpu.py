@@ -111,7 +111,9 @@ def step_flops(workload: Workload) -> float:
 def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
     """About as many layers as the tiers of a contender hold. room: bytes on device, host, disk."""
     per_layer = 12 * WIDE_SHAPE.dim**2
-    limits = [USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload]) if need]
+    limits = [
+        USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload], strict=True) if need
+    ]
     return max(1, int(min(limits)))
 
 

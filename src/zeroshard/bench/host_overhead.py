@@ -24,8 +24,7 @@ from torch import nn
 import zeroshard as zs
 
 from ..comm.fake import FakeComm
-from .micro_benchmark import Unmeasured, apart, seconds, take_turns
-from .worker import one_line
+from .micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
 
 UNITS = 32
 OPTIMIZER_UNITS = 30  # of 10 parameters

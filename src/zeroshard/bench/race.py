@@ -76,7 +76,7 @@ class Outcome:
             setattr(self, name, max((v for v in values if v is not None), default=None))
 
     def record_losses(self, ranks: list[Any]) -> None:
-        self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
+        self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks), strict=False)]
 
 
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
@@ -92,12 +92,12 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
             say(f"  {outcome.contender.name:14s} {f'ready after {outcome.setup_s:.1f} s' if outcome.ran else outcome.status}")
         for index in range(rounds.rounds):
             for outcome in turned([o for o in outcomes if o.contender.name in teams], index):
-                teams.attempt(outcome, lambda team: _take_turn(outcome, team, rounds, index))
+                teams.attempt(outcome, lambda team, o=outcome, i=index: _take_turn(o, team, rounds, i))
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
-            teams.attempt(outcome, lambda team: _measure_memory(outcome, team, rounds))
+            teams.attempt(outcome, lambda team, o=outcome: _measure_memory(o, team, rounds))
             if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
-                teams.attempt(outcome, lambda team: _measure_overlap(outcome, team, rounds))
+                teams.attempt(outcome, lambda team, o=outcome: _measure_overlap(o, team, rounds))
     return outcomes
 
 
@@ -150,9 +150,9 @@ def step_times(turns: list[Turn], steps: int) -> list[float]:
     Taking the slowest rank of each step alone would count a skew twice, once on each rank. On CUDA a turn has
     one end, and each of its steps gets the mean.
     """
-    ends = [max(column) for column in zip(*(t.ends for t in turns))]
+    ends = [max(column) for column in zip(*(t.ends for t in turns), strict=False)]
     starts = [min(t.start for t in turns), *ends[:-1]]
-    times = [end - start for start, end in zip(starts, ends)]
+    times = [end - start for start, end in zip(starts, ends, strict=False)]
     return times if len(times) == steps else [times[0] / steps] * steps
 
 

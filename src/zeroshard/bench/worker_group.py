@@ -68,7 +68,7 @@ class Team:
 
     def close(self) -> None:
         """End the processes; safe to call twice."""
-        for pipe, process in zip(self._pipes, self._processes):
+        for pipe, process in zip(self._pipes, self._processes, strict=False):
             if process.is_alive():
                 with suppress(OSError):
                     pipe.send(("quit",))

@@ -31,6 +31,7 @@ from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
 from ..utils.host import ranks_here
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 from . import directory as places
@@ -43,7 +44,7 @@ from .manifest import Manifest
 from .read_buffers import Room
 from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
-from .saving import check_idle, core_of, saver_of
+from .saving import core_of, saver_of
 from .source import Opened, name_left_out
 from .stages import Stages
 from .user_state import check_named, check_target, slices_of, takes_state
@@ -81,7 +82,7 @@ def load(
     World size, mesh, stage, tiers, precision, units and tiles may differ from those that saved it. On a mesh with model axes each rank
     reads its part of whole parameters; all of its ranks call this, those of a pipeline each with its stage. Also taken are safetensors, files
     of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
-    options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
+    options where they hold them; what wrappers put before names is stripped (docs/how-to/resume.md).
 
     Args:
         path: a checkpoint, or a folder of checkpoints: then `name`, or the one saved last. Where that is not complete
@@ -252,7 +253,7 @@ class _Loading:
         """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
-                self.aliases |= {name: spec.whole_name for name in safetensors.names_of(self.prefixes, spec)}
+                self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
         self.opened.fit(self.stages.names)
         if self.opened.ours:

@@ -298,12 +298,12 @@ class _Listing:
         """Raises ConfigError."""
         keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
-        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
-            key, part, shape = keys.get(id(value)), None, None
+        for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+            name, key, part, shape = own_name, keys.get(id(value)), None, None
             if key is not None:
                 spec = runtime.groups[key[0]].specs[key[1]]
                 part, shape = spec.part, spec.whole_shape
-                name = name if part is None or spec.distribution is not None else whole_name(name)
+                name = own_name if part is None or spec.distribution is not None else whole_name(own_name)
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue

@@ -22,8 +22,9 @@ from torch import nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
-from ..errors import CheckpointError, ConfigError, ModelMismatch, ZeroshardError
+from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
@@ -147,17 +148,6 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
     if optimizer is not runtime.optimizer:
         raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.")
     return optimizer.core  # type: ignore[attr-defined]
-
-
-def check_idle(runtime: Runtime, verb: str) -> None:
-    """Raise where states are in the middle of something, or ranks are past the loop."""
-    runtime.attendance.refuse(verb)
-    runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.in_use), None)
-    if busy is not None:
-        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
-    runtime.moved.check()
-    runtime.tiers.check()
 
 
 def _plan(

@@ -115,7 +115,7 @@ def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[
         known.setdefault(id(value), []).append(name)
     whole: dict[str, _Item] = {}
     items: list[_Item] = []
-    for group, index in ((group, index) for group in runtime.groups for index in range(len(group.specs))):
+    for group, index in ((each, index) for each in runtime.groups for index in range(len(each.specs))):
         names = [whole_name(name) if name in tiled else name for name in known.pop(id(group.params[index]), [])]
         spec = group.specs[index]
         part = spec.part if spec.distribution is None else None
@@ -222,7 +222,7 @@ class _Stream:
             return rest.load(start, stop).to(dtype, copy=True)
         out = torch.empty(stop - start, dtype=dtype, device=comm.device)
         bounds = [layout.shard_range(rank) for rank in range(comm.world_size)]
-        pieces = [(max(start, begin), max(min(stop, end), max(start, begin))) for begin, end in bounds]
+        pieces = [(max(start, begin), max(min(stop, end), start, begin)) for begin, end in bounds]
         size, content, first = dtype.itemsize, out.view(torch.uint8), pieces[comm.rank][0] - bounds[comm.rank][0]
 
         def mine(begin: int, end: int) -> Tensor:

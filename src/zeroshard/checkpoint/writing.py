@@ -124,7 +124,7 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes), runtime.ledger)
+        self.ring = Ring(runtime.tiers.host_buffer, runtime.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()

@@ -161,7 +161,7 @@ def _gloo() -> None:
 
 def _gpu(index: int) -> Gpu:
     known = torch.cuda.get_device_properties(index)
-    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())
+    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())  # noqa: PLW0108  # all of it may fail
     return Gpu(known.name, known.total_memory, f"{known.major}.{known.minor}", problem)
 
 

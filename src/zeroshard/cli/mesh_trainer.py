@@ -74,7 +74,7 @@ class MeshTrainer(Trainer):
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
         """Rows are given in the shape of a training step's, which is what the stages of a pipeline expect."""
-        rows, total = self.options.batch // self.data_places, 0.0
+        rows, total = self.options.global_batch // self.data_places, 0.0
         missing = -len(windows) % rows
         windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
         self.model.eval()

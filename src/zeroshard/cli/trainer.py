@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ import zeroshard as zs
 from ..config import Tier
 from ..data.text import Batches, Corpus, held_out_windows
 from ..measure.forecast import Forecast, forecast
+from ..memory.host_memory import resident_nbytes
 from ..models import GPT
 from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
@@ -33,7 +33,7 @@ from .ranks import Ranks
 WARMUP_FRACTION = 0.05  # of the run
 DECAY_FRACTION = 0.6  # of the run: the learning rate falls in a straight line to (nearly) zero
 FINAL_LR_FRACTION = 0.02
-SAME_WHEN_RESUMED = ("seed", "batch", "seq")  # options that say which text a step reads
+SAME_WHEN_RESUMED = ("seed", "global_batch", "seq")  # options that say which text a step reads
 EVAL_ROWS = 16  # sequences of one forward pass without gradients
 
 
@@ -106,13 +106,12 @@ class Trainer:
 
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
-        self.batches = Batches(corpus.train, options.seq, options.batch, options.seed)
+        self.batches = Batches(corpus.train, options.seq, options.global_batch, options.seed)
         self.step, self.seconds = 0, 0.0  # done so far, by rank 0's clock
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
         self.model, self.optimizer = self._build()
-        self.process = psutil.Process()
 
     @property
     def data_place(self) -> int:
@@ -227,7 +226,7 @@ class Trainer:
     def _memory_nbytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.memory_allocated(self.ranks.device)
-        return self.process.memory_info().rss
+        return resident_nbytes()
 
     @torch.no_grad()
     def held_out_loss(self, *, overlap: bool = False) -> float:

@@ -270,9 +270,10 @@ def _end_groups() -> None:
     interpreter meanwhile.
     """
     _by_group.clear()
-    if _hooked and dist.is_available() and dist.is_initialized():
-        if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
-            dist.destroy_process_group()
+    if not (_hooked and dist.is_available() and dist.is_initialized()):
+        return
+    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
+        dist.destroy_process_group()
 
 
 atexit.register(_end_groups)  # registered with the first import, it runs after what was registered later

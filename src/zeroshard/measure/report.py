@@ -6,7 +6,7 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
-                      in two hops, in groups or packed: docs/communication.md
+                      in two hops, in groups or packed: docs/learn/network.md
     moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
                       2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """
@@ -86,8 +86,7 @@ class Report:
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
         lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
-        for state in STATES:
-            lines.append(f"{state:<20}{self.at_rest[state]:>16,}{self.formula[state]:>16,}{self.ddp[state]:>16,}")
+        lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
         lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]

@@ -116,7 +116,7 @@ class Topology:
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether values and gradients of a parameter travel packed."""
-        return tuple(each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))  # type: ignore
+        return tuple(each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))  # type: ignore[return-value]
 
     def values_of(self, packed: bool, numel: int) -> Comm:
         """Through which values of a group travel, of which all or no parameters may be packed."""
@@ -172,7 +172,7 @@ def open_topology(
         nodes = _hosts(comm)  # over NCCL as well: gathers there go in rings, reductions from each rank straight to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
-    if groups is not None and 1 < len(groups):
+    if groups is not None and len(groups) > 1:
         _replicate(topology, config, ledger, warm, groups)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
         keep = size is not None or config.zero_hpz_partition_size > 1

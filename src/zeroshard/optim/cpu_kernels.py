@@ -352,8 +352,10 @@ def step_stretch(
     kernel.prepare(master, grad, state, options)
     count = kernel.count(state)
     outs = itertools.repeat(None) if out is None else out.split(chunk)
-    columns = zip(*(state[name].split(chunk) for name in kernel.columns)) if kernel.columns else itertools.repeat(())
-    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns))
+    columns = (
+        zip(*(state[name].split(chunk) for name in kernel.columns), strict=False) if kernel.columns else itertools.repeat(())
+    )
+    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns, strict=False))
 
     def work(scratch: Tensor | None = None) -> None:
         if casts and (scratch is None or scratch.numel() < min(chunk, numel)):

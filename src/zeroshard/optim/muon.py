@@ -100,7 +100,7 @@ def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
             f"zs.Muon: {len(untold)} parameters, first of shape {tuple(untold[0].shape)}, are said to be neither for Muon nor for AdamW: "
             "give each `param.use_muon = True` (hidden matrices) or False (embeddings, heads, norms, biases), or groups a use_muon."
         )
-    kind = lambda param: bool(group["use_muon"] if "use_muon" in group else param.use_muon)  # noqa: E731
+    kind = lambda param: bool(group["use_muon"] if "use_muon" in group else param.use_muon)  # noqa: E731, SIM401
     halves = [(use_muon, [param for param in members if kind(param) is use_muon]) for use_muon in (True, False)]
     for param in halves[0][1]:
         if param.dim() != 2:

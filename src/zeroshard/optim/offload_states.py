@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ..activation_checkpointing.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
-from ..errors import ConfigError, OffloadIOError, ZeroshardError, did_you_mean
+from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
 from ..utils import torch_compat
 from ..utils.host import host_identity
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 
 BUFFERS = "buffers"
@@ -60,7 +61,7 @@ def offload_states(
         OffloadIOError: the disk failed: the model can not be used any more.
     """
     runtime = runtime_of(model)
-    _check_idle(runtime, "zs.offload_states")
+    check_idle(runtime, "zs.offload_states", also_moved=True)
     parts, offload = _agree(runtime, include, device, pin_memory)
     parts = [part for part in parts if part not in runtime.moved]
     if not runtime.moved.any:  # else nothing was written since that was done
@@ -97,15 +98,6 @@ def reload_states(model: nn.Module) -> None:
     for unit in runtime.units if left else ():
         unit.come_back()
     runtime.comm.fence_read()
-
-
-def _check_idle(runtime: Runtime, verb: str) -> None:
-    runtime.attendance.refuse(verb)
-    runtime.tiers.check()
-    runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
-    if busy is not None:
-        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
 
 
 def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:

@@ -10,6 +10,7 @@ a trial is given is copied, and what it draws at random or sends to other ranks 
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections import defaultdict
@@ -134,7 +135,7 @@ class _Trial:
         if not torch.isfinite(whole).all():
             raise _Untold
         cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
-        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in zip(cuts, cuts[1:], strict=False)])
+        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)])
         if how is None:
             return None, True
         try:
@@ -154,7 +155,7 @@ class _Trial:
             other = self._stepped(ranks)
         except (_Untold, Sends):
             raise _Untold from None
-        except Exception as error:  # noqa: BLE001  # whatever the class raises
+        except Exception as error:  # whatever the class raises
             return f"it fails on them ({type(error).__name__}: {error})"
         change = (whole - self.value).abs().max().item()
         found = (other - whole).abs().max().item()
@@ -235,7 +236,7 @@ def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:
             return trial(place)
         except (_Untold, Sends):
             raise
-        except Exception:  # noqa: BLE001, PERF203  # on whole parameters: the class does not step here
+        except Exception:  # on whole parameters: the class does not step here
             continue
     raise _Untold
 

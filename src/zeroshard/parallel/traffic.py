@@ -1,7 +1,7 @@
 """What each axis of a mesh sends in a step, counted: tensor parallelism's collectives, activations between stages, ZeRO's own.
 
 The second step is counted (the first one may make buffers): every collective of torch in it is looked at while it is dispatched.
-Bytes are those that this rank hands to a collective's ring, as in docs/communication.md: an all-gather or reduce-scatter of n bytes
+Bytes are those that this rank hands to a collective's ring, as in docs/learn/network.md: an all-gather or reduce-scatter of n bytes
 over N ranks sends n (N - 1) / N, an all-reduce twice that.
 """
 

@@ -1,7 +1,7 @@
 """A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
 
 Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside of a node where it can.
-Volumes are those of docs/communication.md, of R nodes, and S ranks of each, of those along dp; bench/volumes.py counts them.
+Volumes are those of docs/learn/network.md, of R nodes, and S ranks of each, of those along dp; bench/volumes.py counts them.
 """
 
 from __future__ import annotations

@@ -207,8 +207,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
     for name, value in values.items():
         if name in parts:
             pieces.setdefault(whole_name(name), []).append(value)
-            name = whole_name(name)
-        result[name] = value
+        result[whole_name(name) if name in parts else name] = value
     joined: dict[tuple, Tensor] = {}
     dims = {whole_name(name): dim for name, dim in parts.items()}
     for name, tensors in pieces.items():

@@ -11,6 +11,7 @@ ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import defaultdict
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ConfigError, ZeroshardError
-from ..optim.sharded_optimizer import ShardedOptimizer
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
@@ -124,10 +124,14 @@ def _check_arguments(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
             raise ConfigError(f"{name}: expected a positive number of bytes, got {value!r}.")
     sharded = any("_zeroshard" in module.__dict__ for module in model.modules())
-    if sharded or any(isinstance(getattr(param, "_home", None), ParamHome) for param in model.parameters()):
+    if sharded or any(_is_sharded(param) for param in model.parameters()):
         raise ZeroshardError("this model is sharded already: zs.tile(model) comes before zs.shard(), or zs.close() it first.")
-    if isinstance(optimizer, ShardedOptimizer):
+    if optimizer is not None and any(_is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
+
+
+def _is_sharded(param: Any) -> bool:
+    return isinstance(getattr(param, "_home", None), ParamHome)
 
 
 def _say(line: str) -> None:
@@ -230,8 +234,8 @@ def _bounds(extent: int, most: int) -> list[int]:
     for step in (_ROWS, 1):
         chunks = extent // step
         bounds = [chunks * i // count * step for i in range(count)] + [extent]
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        if 0 < min(lengths) and max(lengths) <= most:
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if min(lengths) > 0 and max(lengths) <= most:
             return bounds
     raise AssertionError(f"no tiles of at most {most} for {extent}")
 

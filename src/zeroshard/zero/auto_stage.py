@@ -73,9 +73,9 @@ def choose(
     activations = max(each[3] for each in told)
     room = {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
     tried: list[str] = []
-    for number, row in enumerate(CHOICES):
+    for row in CHOICES:
         candidate = _candidate(config, row, comm)
-        if candidate is None or (comm.world_size == 1) != (row[0] == 0) and not any(row[1:]):
+        if candidate is None or ((comm.world_size == 1) != (row[0] == 0) and not any(row[1:])):
             continue
         held = _held(candidate, comm, model, specs, optimizer)
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
@@ -107,8 +107,8 @@ def _held(
     tiers.state_columns = state_columns(optimizer)
     builder = Builder(config, Topology.flat(comm), tiers.ledger, tiers, optimizer_groups(optimizer), 0)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
-    for (_, tier, _), nbytes in builder.needs(partition(model, config, specs)).items():
-        tier = Tier.DEVICE if tier is Tier.HOST and not tiers.separate else tier
+    for (_, planned, _), nbytes in builder.needs(partition(model, config, specs)).items():
+        tier = Tier.DEVICE if planned is Tier.HOST and not tiers.separate else planned
         found[tier] = found.get(tier, 0) + nbytes
     return found
 

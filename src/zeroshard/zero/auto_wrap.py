@@ -291,9 +291,8 @@ def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
 
     def visit(module: nn.Module, block: int | None) -> None:
         block = id(module) if id(module) in blocks else block
-        if block is not None:
-            if nearest.setdefault(id(module), block) != block:
-                nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
+        if block is not None and nearest.setdefault(id(module), block) != block:
+            nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
         for child in module.children():
             visit(child, block)
 
@@ -315,7 +314,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
         alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
-        if tiles or own_numel >= large_numel and alone:
+        if tiles or (own_numel >= large_numel and alone):
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
             plan.specs.append(spec)

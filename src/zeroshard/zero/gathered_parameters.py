@@ -200,7 +200,7 @@ class Gathering:
                 if self.write:
                     whole.take(whole.copy)
                 elif told[self.modifier_rank][number] is not None:  # type: ignore[index]
-                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore
+                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore[index]
             comm.fence_read()
 
 

@@ -161,7 +161,7 @@ class Reductions:
 
     def _exchange_masks(self, *mine: set[int]) -> Agreed:
         """The unions over ranks of numbers of units, parameters, and units. In the usual case all ranks send the same few bytes."""
-        order = [number for number in self._completed] if not self._agreed and self.comm.ordered else []
+        order = list(self._completed) if not self._agreed and self.comm.ordered else []
         if self.comm.world_size == 1:
             if order:
                 self._agree_on_order(order)

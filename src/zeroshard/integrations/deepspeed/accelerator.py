@@ -122,7 +122,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         pass
 
     def current_device(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
         """Ranks of this machine: LOCAL_SIZE or LOCAL_WORLD_SIZE, which launchers set; else its NUMA nodes that have cores."""

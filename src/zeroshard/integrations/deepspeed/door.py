@@ -69,7 +69,7 @@ def _missing(path: str, kind: type[Exception]) -> Exception:
     parts = path.split(".")
     keys = (path, parts[-1], *(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)))
     remedy = next((INSTEAD[key] for key in keys if key in INSTEAD), None)
-    return kind(f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/ecosystem.md for what it has.'}")
+    return kind(f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/how-to/tools.md for what it has.'}")
 
 
 def _asked_by_import(frame: Any) -> bool:
