@@ -5,7 +5,7 @@ model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the lo
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import io
 from .activation_checkpointing.checkpoint import checkpoint_activations
@@ -26,7 +26,7 @@ from .checkpoint import Exported, Inspection, Loaded, Save, export, inspect_chec
 from .checkpoint.safetensors import save_safetensors
 from .checkpoint.tensor_stream import stream_full_tensors
 from .compression import Compression
-from .config import Config, Offload
+from .config import Config, Offload, Tier
 from .data.sampler import ShardedSampler
 from .data.uneven import join, stop_together
 from .errors import (
@@ -68,15 +68,22 @@ from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 from .zero.method_forward import register_forward
 
+if TYPE_CHECKING:
+    from .measure.forecast import Forecast, forecast
+    from .measure.report import Report, report
+
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
-    "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "plan_for": ".parallel.plans",
+    "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
     "Forecast": ".measure.forecast", "forecast": ".measure.forecast", "Report": ".measure.report", "report": ".measure.report",
 }  # fmt: skip
+_RENAMED = {"plan_for": "styles_for"}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        raise AttributeError(f"zeroshard.{name} is now zeroshard.{_RENAMED[name]}")
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(_LATER[name], __name__)
@@ -94,7 +101,7 @@ __all__ = [
     "Exported", "Forecast", "HostMemoryError", "Inspection", "Lion", "Loaded", "ModelChanged", "ModelClosed",
     "ModelMismatch", "Muon", "NonFiniteError", "Offload", "OffloadIOError", "PeerFailed", "Report", "Save",
     "ShardedAccessError", "ShardedSampler", "ShardedWriteError", "StallError", "StatesAway", "StepRecord", "SwapError",
-    "ThreadsMet", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
+    "ThreadsMet", "Tier", "ZeroshardError", "__version__", "accumulate", "activation_report", "backward", "checkpoint_activations",
     "clip_grad_norm_", "close", "ema", "export", "forecast", "full_gradients", "full_optimizer_state", "full_optimizer_state_dict",
     "full_state_dict", "gathered", "gradient_of", "init", "inspect_checkpoint", "io", "join", "load", "offload_states", "register_forward",
     "reload_states", "report", "save", "save_safetensors", "shard", "state_of", "stop_together", "stream_full_tensors", "tile",

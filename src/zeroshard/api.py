@@ -21,7 +21,7 @@ from .checkpoint import safetensors as streaming
 from .checkpoint.resolver import open_weights
 from .comm import backend_select
 from .comm.base import Comm
-from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_plan
+from .config import Config, Tier, cuts_model, other_model_axes, planned_otherwise, read_layout
 from .errors import ConfigError, OffloadIOError, StatesAway, ZeroshardError
 from .memory.host_memory import keep_freed_memory, return_freed_memory
 from .memory.ledger import Ledger
@@ -167,10 +167,10 @@ class _Planned:
     @classmethod
     def read(cls, path: str | os.PathLike, mesh: Any, comm: Any) -> _Planned:
         """Raises ConfigError for a plan of a model that is cut otherwise."""
-        plan = read_plan(path)
+        plan = read_layout(path)
         if mesh is None and comm is None and cuts_model(plan):
             raise ConfigError(
-                f"config: {path} is a plan for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
+                f"config: {path} is a layout for the mesh {plan['mesh']}: give it to zs.parallelize, or the mesh beside it."
             )
         axes = model_axes(mesh) if comm is None else {axis: size for axis, size in plan["mesh"].items() if axis != "dp"}
         if other_model_axes(plan, axes):

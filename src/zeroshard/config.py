@@ -259,11 +259,11 @@ PRESETS: dict[str, dict[str, object]] = {
     "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
 
-PLAN = "zeroshard"  # the section of a plan's file that is ours; the others are a DeepSpeed configuration
-_PLAN_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
+SECTION = "zeroshard"  # the section of a layout's file that is ours; the others are a DeepSpeed configuration
+_LAYOUT_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
 
 
-def read_plan(path: str | os.PathLike) -> dict[str, Any]:
+def read_layout(path: str | os.PathLike) -> dict[str, Any]:
     """What `zeroshard plan --auto` has written: shard (options of zs.shard), mesh (ranks by axis), micro_batch, micro_batches, ...
 
     Raises ConfigError for a file that is not there, or is none of these.
@@ -277,8 +277,8 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"config: {path} is not JSON: {error}.") from None
-    section = found.get(PLAN) if isinstance(found, dict) else None
-    missing = [key for key in _PLAN_KEYS if key not in section] if isinstance(section, dict) else [PLAN]
+    section = found.get(SECTION) if isinstance(found, dict) else None
+    missing = [key for key in _LAYOUT_KEYS if key not in section] if isinstance(section, dict) else [SECTION]
     if missing:
         raise ConfigError(
             f"config: {path} has no {missing[0]!r}: expected a file that `zeroshard plan --auto` has written. A configuration of "
@@ -288,7 +288,7 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
     if unknown := [axis for axis in mesh if axis not in ("pp", "dp", "tp")]:
         raise ConfigError(f"config: {path}: mesh: expected ranks along pp, dp and tp, got {unknown[0]!r}.")
     counts = {f"mesh: {axis}": size for axis, size in mesh.items()}
-    counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _PLAN_KEYS[2:]}
+    counts |= {"mesh: dp": mesh.get("dp")} | {key: section[key] for key in _LAYOUT_KEYS[2:]}
     counts |= {key: section[key] for key in ("seq", "node_size") if key in section}
     for name, value in counts.items():  # the file may have been edited
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -308,7 +308,7 @@ def read_plan(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
-    """One sentence, with the remedy, where a plan's file was made for other ranks than there are; "" where for these.
+    """One sentence, with the remedy, where a layout's file was made for other ranks than there are; "" where for these.
 
     axes: ranks along "pp", "dp" and "tp"; those that are missing have one. node_size: ranks of a node, if known.
     """
@@ -325,7 +325,7 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
 
     again = f"zeroshard plan MODEL --ranks {math.prod(found.values())}" + f" --node-size {node_size}" * apart
     return (
-        f"config: {path} is a plan for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
+        f"config: {path} is a layout for {words(planned, nodes[0])}, and these are {words(found, nodes[1])}: what it says of memory, time and "
         f"batches does not hold here. Plan again: {again} --auto --global-batch {plan.get('global_batch', 'N')} --write-config {path}"
     )
 
@@ -533,10 +533,10 @@ class Config:
     def build(cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: object) -> Config:
         """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given.
 
-        config: also the path of a file that `zeroshard plan --auto` has written (`read_plan`).
+        config: also the path of a file that `zeroshard plan --auto` has written (`read_layout`).
         """
         if isinstance(config, (str, os.PathLike)):
-            planned = read_plan(config)["shard"]
+            planned = read_layout(config)["shard"]
             return cls.build(
                 None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}}
             )

@@ -18,19 +18,42 @@ def run(capsys, *arguments):
     """(exit code, what was printed)"""
     code = main(list(arguments))
     captured = capsys.readouterr()
-    assert captured.err == "", captured.err
+    told = captured.err.splitlines()
+    assert all(line.startswith("... ") for line in told), captured.err  # progress, where it takes longer
     return code, captured.out
 
 
-def test_a_plan_is_tables_and_one_line(capsys):
+def test_a_plan_is_a_page_with_the_verdict_first(capsys):
     code, printed = run(capsys, "plan", *SMALL, "--stage", "2", "--precision", "fp32")
     assert code == 0
-    for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: there is", "Sent, copied", "reduce", "Kept for backward",
-                  "blocks.*"):  # fmt: skip
+    lines = printed.splitlines()
+    assert lines[0].startswith("fits: 1.2 of 80.0 GiB (device overhead 1.1 counted), fullest in step")
+    assert lines[1] == "quickstart (3.83M parameters) on 2 h100-80gb, stage 2, fp32, 1 x 1 x 64 tokens a rank"
+    assert "Sends in a step, GB: dp 0.0153" in printed  # 2 Psi (N-1)/N elements of 4 bytes
+    for words in ("Memory of rank 0 of 2", "device: optimizer states", "device: there is", "Keeps for backward", "blocks.*"):
         assert words in printed
-    last = printed.splitlines()[-1]
-    assert last.startswith("quickstart (3.83M parameters) on 2 h100-80gb, stage 2, fp32, 1 x 1 x 64 tokens a rank: fits: 1.2")
-    assert last.endswith("sends 0.0153 GB a step")  # 2 Psi (N-1)/N elements of 4 bytes
+    assert len(lines) <= 25
+
+
+def test_full_adds_all_tables(capsys):
+    _, printed = run(capsys, "plan", *SMALL, "--full")
+    assert "Sent, copied, read and written in a step" in printed and "Kept for backward, of a micro-batch" in printed
+
+
+def test_the_verdict_stands_before_the_search_for_what_would_make_it_fit(capsys, small_device, monkeypatch):
+    printed_before = []
+    monkeypatch.setattr("zeroshard.cli.plan.remedies", lambda *_: printed_before.append(capsys.readouterr().out) or [])
+    main(["plan", *SMALL, "--stage", "0", "--hardware", small_device])
+    assert printed_before[0].startswith("short by ")
+
+
+def test_progress_is_told_from_the_second_second_on(capsys, monkeypatch):
+    monkeypatch.setattr("zeroshard.cli.working._FIRST_S", 0.01)
+    monkeypatch.setattr("zeroshard.cli.working._EVERY_S", 0.01)
+    main(["simulate", *SMALL])
+    told = capsys.readouterr().err.splitlines()
+    assert told and all(line.startswith("... ") for line in told)
+    assert any("dry run of rank 0: " in line for line in told)
 
 
 def test_brief_is_the_line_alone(capsys):
@@ -48,23 +71,49 @@ def small_device(tmp_path):
 
 
 def test_what_does_not_fit_is_exit_code_1_with_what_would_make_it_fit(capsys, small_device):
-    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--device", small_device)
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--hardware", small_device)
     assert code == 1
-    assert "What would make it fit" in printed and "--stage 1" in printed and "short by" in printed.splitlines()[-1]
-    code, printed = run(capsys, "plan", *SMALL, "--stage", "1", "--device", small_device, "--brief")
+    assert "What would make it fit" in printed and "--stage 1" in printed and printed.startswith("short by")
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "1", "--hardware", small_device, "--brief")
     assert (code, "fits" in printed) == (0, True)
-    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--device", small_device, "--try-seconds", "0.000001")
+    code, printed = run(capsys, "plan", *SMALL, "--stage", "0", "--hardware", small_device, "--try-seconds", "0.000001")
     assert code == 1 and "no change was found in 1e-06 s" in printed
 
 
-def test_json_is_the_plan_and_the_verdict(capsys):
-    _, printed = run(capsys, "plan", *SMALL, "--json", "--offload-optimizer", "cpu", "--precision", "fp16")
+def test_json_is_a_summary_and_json_full_all_of_it(capsys):
+    asked = ["plan", *SMALL, "--offload-optimizer", "cpu", "--precision", "fp16"]
+    _, printed = run(capsys, *asked, "--json")
+    assert len(printed.splitlines()) <= 100
+    short = json.loads(printed)
+    assert short["verdict"]["fits"] and short["remedies"] == [] and short["run"]["num_parameters"] == 3_834_752
+    _, printed = run(capsys, *asked, "--json-full")
     found = json.loads(printed)
     assert found["plan"]["num_parameters"] == 3_834_752 and found["plan"]["config"]["stage"] == 3
-    assert found["verdict"]["fits"] and found["remedies"] == []
+    assert found["verdict"] == short["verdict"]
     held = {phase["name"]: phase["held"] for phase in found["plan"]["phases"]}
     assert held["step"][Tier.HOST.value]["optimizer states"] >= 8 * 3_834_752 / 2
+    assert short["peak_nbytes"]["host"] == max(sum(each.get("host", {}).values()) for each in held.values())
     assert found["plan"]["trace"]["tasks"][0]["nbytes"]
+
+
+def test_a_model_that_reads_no_tokens_is_fed_by_an_example(capsys, tmp_path, monkeypatch):
+    (tmp_path / "seeing.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def model():\n    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 14 * 14, 10))\n"
+        "def images(rows):\n    return torch.zeros(rows, 3, 16, 16)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _, printed = run(capsys, "plan", "seeing:model", "--example", "seeing:images", "--micro-batch", "5", "--ranks", "2", "--json")
+    few = json.loads(printed)
+    _, printed = run(
+        capsys, "plan", "seeing:model", "--example", "seeing:images", "--micro-batch", "500", "--ranks", "2", "--json"
+    )
+    more = json.loads(printed)
+    # outputs of the convolution, kept in 16 bits, for 495 images more
+    assert more["peak_nbytes"]["device"] - few["peak_nbytes"]["device"] >= 495 * 8 * 14 * 14 * 2
+    assert main(["plan", "seeing:model", "--example", "seeing:pictures"]) == 2
+    assert "--example: seeing has no function 'pictures'" in capsys.readouterr().err
 
 
 def test_files_of_a_plan(capsys, tmp_path):
@@ -96,9 +145,9 @@ def test_the_rest_of_the_ranks_is_data_parallel(capsys):
 
 
 def test_auto_writes_a_configuration_that_train_and_shard_read(capsys, tmp_path):
-    path = tmp_path / "plan.json"
-    arguments = ["quickstart", "--ranks", "4", "--auto", "--global-batch", "16", "--config", str(path)]
-    code, printed = run(capsys, "plan", *arguments, "--device", "a100-40gb")
+    path = tmp_path / "layout.json"
+    arguments = ["quickstart", "--ranks", "4", "--auto", "--global-batch", "16", "--write-config", str(path)]
+    code, printed = run(capsys, "plan", *arguments, "--hardware", "a100-40gb")
     assert code == 0 and "the fastest" in printed and "runner-up" in printed and "It is bound by" in printed.replace("\n", " ")
     config = zs.Config.build(str(path))
     section = json.loads(path.read_text())["zeroshard"]
@@ -127,13 +176,13 @@ def test_a_simulation_of_a_pipeline_joins_all_stages(capsys, monkeypatch):
 
 
 def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
-    sweep = ["--sweep", "ranks=2,16;batch=1,2", "--utilisation", "0.5,1"]
+    sweep = ["--sweep", "ranks=2,16;micro-batch=1,2", "--utilisation", "0.5,1"]
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--out", str(tmp_path))
     assert "speed-up" in printed and "micro-batch 2, 50% of bandwidth" in printed and (tmp_path / "scaling.png").exists()
     page = (tmp_path / "sweep.html").read_text()
     assert "data:image/png;base64," in page and "micro-batch 2, 50% of bandwidth" in page and 'src="http' not in page
     _, printed = run(capsys, "simulate", "quickstart", "--seq", "64", *sweep, "--json")
-    assert [(row["ranks"], row["batch"]) for row in json.loads(printed)["rows"]] == [
+    assert [(row["ranks"], row["micro_batch"]) for row in json.loads(printed)["rows"]] == [
         (r, b) for b in (1, 2) for _ in (0.5, 1) for r in (2, 16)
     ]
 
@@ -143,14 +192,14 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
     ("arguments", "words"),
     [
         (["quickstrat"], ["'quickstrat'", "Did you mean 'quickstart'?"]),
-        (["quickstart", "--device", "h100"], ["device", "'h100'", "Did you mean 'h100-80gb'?"]),
-        (["quickstart", "--device", "none.toml"], ["none.toml", "can not be read"]),
+        (["quickstart", "--hardware", "h100"], ["hardware", "'h100'", "Did you mean 'h100-80gb'?"]),
+        (["quickstart", "--hardware", "none.toml"], ["none.toml", "can not be read"]),
         (["quickstart", "--mesh", "dp=2,tp=3"], ["tp to divide the 4 heads", "the nearest: tp=2"]),
         (["quickstart", "--mesh", "pp=4"], ["at most 3 stages", "pp=4; the nearest: pp=3"]),
         (["quickstart", "--mesh", "pp=2,tp=2", "--ranks", "6"], ["multiply to the 6 ranks", "try 4 or 8 ranks"]),
         (["quickstart", "--mesh", "ep=2"], ["--mesh", "ep=2"]),
         (["quickstart", "--seq", "300"], ["at most the 256 tokens", "got 300"]),
-        (["quickstart", "--batch", "0"], ["--batch", "positive", "got 0"]),
+        (["quickstart", "--micro-batch", "0"], ["--micro-batch", "positive", "got 0"]),
         (["quickstart", "--stage", "2", "--offload-param", "cpu"], ["offload_param='cpu' needs stage 3"]),
         (["quickstart", "--ranks", "4", "--shard-size", "3"], ["--shard-size", "divisor of the 4 ranks"]),
         (["quickstart", "--partition-activations"], ["--partition-activations", "--mesh tp=2"]),
@@ -158,12 +207,17 @@ def test_a_sweep_is_a_table_and_a_picture(capsys, tmp_path):
         (["math:"], ["expected module:function, got 'math:'"]),
         (["no_such_module:model"], ["'no_such_module:model': there is no such module"]),
         (["--stagee", "3", "quickstart"], ["--stagee", "did you mean --stage?"]),
+        (["quickstart", "--batch", "4"], ["--batch is now --micro-batch"]),
+        (["quickstart", "--device=h100-80gb"], ["--device is now --hardware"]),
+        (["quickstart", "--micro-batches", "4"], ["--micro-batches is now --accumulate"]),
+        (["nobody/no-such-model"], ["'nobody/no-such-model' is not in the local cache", "hf download"]),
     ],
 )
 def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words, capsys):
     assert main([command, *arguments]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("zeroshard: error: ") and captured.err.count("\n") == 1
+    lines = [line for line in captured.err.splitlines() if not line.startswith("... ")]
+    assert captured.out == "" and len(lines) == 1 and lines[0].startswith("zeroshard: error: ")
     for word in words:
         assert word in captured.err
 
@@ -183,6 +237,8 @@ def test_a_mistake_is_one_line_with_the_nearest_choice(command, arguments, words
             ["plan", "quickstart", "--auto", "--mesh", "dp=4", "--global-batch", "6"],
             ["batch of 6 sequences", "the nearest: 4 or 8"],
         ),
+        (["plan", "quickstart", "--auto", "--config", "layout.json"], ["--config is now --write-config"]),
+        (["simulate", "quickstart", "--sweep", "batch=2"], ["--sweep", "batch is now micro-batch"]),
         (["simulate", "quickstart", "--sweep", "rank=2"], ["--sweep", "did you mean ranks?"]),
         (["simulate", "quickstart", "--sweep", "ranks=2,x"], ["--sweep", "positive numbers", "'2,x'"]),
         (
@@ -204,7 +260,7 @@ def test_nothing_is_written_where_the_hardware_lacks_a_number(capsys, tmp_path):
     peaks = {name: peak for name, peak in known.device.peak_flops.items() if name != "bf16"}
     dataclasses.replace(known, device=dataclasses.replace(known.device, peak_flops=peaks)).save(tmp_path / "old.toml")
     for command in ("plan", "simulate"):
-        assert main([command, *SMALL, "--device", str(tmp_path / "old.toml"), "--out", str(tmp_path / "plan")]) == 2
+        assert main([command, *SMALL, "--hardware", str(tmp_path / "old.toml"), "--out", str(tmp_path / "plan")]) == 2
         assert "no peak_flops for 'bf16'" in capsys.readouterr().err and not (tmp_path / "plan").exists()
 
 

@@ -47,7 +47,7 @@ def test_the_host_of_a_node_counts_all_its_ranks(stage_0):
 
 def test_tables_add_up(stage_0):
     plan = stage_0[0]
-    table = tables.memory(plan, request())
+    table = tables.memory(plan)
     assert table.header == ("", *PHASES)
     columns = {row[0]: [float(cell.replace(",", "") or 0) for cell in row[1:]] for row in table.rows}
     parts = [cells for name, cells in columns.items() if name.startswith("device: ") and name.split(": ")[1] in

@@ -113,7 +113,7 @@ def differences(cell: str, mesh) -> tuple[float, float, str]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from zeroshard.parallel.plans import plan_for
+    from zeroshard.parallel.styles import styles_for
     from zeroshard.parallel.tensor_parallel import apply
 
     build, of_model, given = CELLS[cell]
@@ -128,8 +128,8 @@ def differences(cell: str, mesh) -> tuple[float, float, str]:
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()  # all start from the first rank's values
-    plan = plan_for(model, vocabulary=options.pop("vocabulary", True))
-    assert apply(model, mesh, plan, **options) is model
+    styles = styles_for(model, vocabulary=options.pop("vocabulary", True))
+    assert apply(model, mesh, styles, **options) is model
     norms = [p for m in model.modules() if "norm" in type(m).__name__.lower() for p in m.parameters()]
     cut = len(norms) - outside(model) if options.get("sequence_parallel") else 4 * (build is qwen3)
     assert sum(isinstance(p, DTensor) for p in norms) == cut

@@ -101,7 +101,7 @@ def command(ranks: int, path: str | None, out: Path, say: Callable[[str], None])
     hardware.save(out)
     for line in report(hardware):
         say(line)
-    say(f"written: {out}; use it with --device {out}")
+    say(f"written: {out}; use it with --hardware {out}")
     return 0
 
 

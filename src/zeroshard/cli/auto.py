@@ -1,19 +1,22 @@
 """`zeroshard plan --auto`: the layout that trains fastest within memory, and the configuration that says so.
 
-    zeroshard plan gpt-13b --ranks 64 --device a100-80gb --auto --global-batch 512 --config plan.json
+    zeroshard plan gpt-13b --ranks 64 --hardware a100-80gb --auto --global-batch 512 --write-config layout.json
 
 The file is what `zeroshard train --config`, zs.shard(config=...) and zeroshard.deepspeed read.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..planner.plan import Plan
 from ..planner.request import Request, gib
 from ..planner.tables import Table
-from ..search.plan_file import write_config
+from ..search.layout_file import write_config
 from ..search.requested import of_layout, profile_of
 from ..search.schedule import Layout
 from ..search.search import Candidate, Found, search
+from ..simulator.simulate import Simulation
+from ..simulator.spread import rate_with_spread, seconds_with_spread, two_digits
 
 
 def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bool) -> tuple[Request, list[Plan], Found]:
@@ -25,24 +28,32 @@ def choose(request: Request, global_batch: int, fixed: dict[str, Any], lossy: bo
         made[layout] = chosen, chosen.plans()
         return max(made[layout][1], key=lambda plan: max(phase.nbytes(tier) for phase in plan.phases for tier in phase.held))
 
+    def simulated(layout: Layout) -> Simulation:
+        chosen, plans = made[layout]
+        return chosen.simulated(plans)
+
     fixed = {"node_size": request.ranks_of_node, **fixed}
     found = search(
         profile_of(request), request.hardware, request.ranks, global_batch, precision=request.config.precision, fixed=fixed, lossy=lossy,
-        verify=verify,
+        verify=verify, simulated=simulated,
     )  # fmt: skip
     return *made[found.best.layout], found
 
 
 def table(found: Found) -> Table:
     """The best and the runner-up."""
-    rows = [_row("the fastest", found.best)] + ([_row("runner-up", found.runner_up)] if found.runner_up is not None else [])
+    shown = {"the fastest": found.best, "runner-up": found.runner_up}
+    rows = [_row(name, each, found.hardware.spread) for name, each in shown.items() if each is not None]
     counts = ", ".join(f"{number:,} {name}" for name, number in found.considered.items())
     header = ("", "layout", "s a step", "TFLOPS a device", "tokens/s", "GiB of a device")
     return Table(f"Layouts: {counts}", header, tuple(rows))
 
 
-def _row(name: str, each: Candidate) -> tuple[str, ...]:
-    return name, str(each.layout), f"{each.step_s:.4g}", f"{each.tflops:.4g}", f"{each.tokens_per_s:,.0f}", gib(each.nbytes())
+def _row(name: str, each: Candidate, spread: Sequence[float]) -> tuple[str, ...]:
+    return (
+        name, str(each.layout), seconds_with_spread(each.step_s, spread), rate_with_spread(each.tflops, spread),
+        two_digits(each.tokens_per_s), gib(each.nbytes()),
+    )  # fmt: skip
 
 
 def write(found: Found, path: str, offload_path: str | None) -> None:

@@ -17,7 +17,7 @@ import torch
 import zeroshard as zs
 
 from ..compression import CODECS, GRADIENT_CODECS
-from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_plan
+from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_layout
 from ..models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..models.presets import SCALES
 from .arguments import Parser, UsageError, add_options
@@ -242,7 +242,7 @@ class TrainOptions:
 
     def _planned(self) -> dict[str, Any]:
         """What the file of `config` says beside what has an option of its own."""
-        planned = {} if self.config is None else read_plan(self.config)["shard"]
+        planned = {} if self.config is None else read_layout(self.config)["shard"]
         return {name: planned[name] for name in _WITHOUT_OPTION if name in planned}
 
     def _packed(self, codec: str | None, error_feedback: bool = False) -> zs.Compression | None:
@@ -299,7 +299,7 @@ class TrainOptions:
 
     def _of_config(self, world_size: int) -> str:
         """Where the mesh is that of a plan's file: which, and what to do."""
-        if self.config is None or read_plan(self.config)["mesh"] != asdict(self.axes):
+        if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
             return ""
         again = (
             f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
@@ -309,7 +309,7 @@ class TrainOptions:
     def planned_otherwise(self, world_size: int) -> str:
         """A sentence where the file of `config` was made for other ranks; "" where for these, or without one."""
         axes = asdict(self.axes) if self.mesh is not None else {"dp": world_size}
-        return "" if self.config is None else planned_otherwise(self.config, read_plan(self.config), axes)
+        return "" if self.config is None else planned_otherwise(self.config, read_layout(self.config), axes)
 
     def to_dict(self) -> dict[str, Any]:
         """All options, ready for JSON."""
@@ -356,7 +356,7 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
 def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     """The options that a plan's file stands for. Raises UsageError for a file that is none."""
     try:
-        plan = read_plan(chosen.config)
+        plan = read_layout(chosen.config)
     except zs.ConfigError as error:
         raise UsageError(f"--{error}") from None
     row = {name: plan["shard"][key] for name, key in _PLANNED.items() if key in plan["shard"]}

@@ -1,9 +1,10 @@
 """`zeroshard plan`: know before you run. What a rank will hold and send, whether it fits, and what would make it fit.
 
-    zeroshard plan llama-3-70b --ranks 64 --device h100-80gb
+    zeroshard plan llama-3-70b --ranks 64 --hardware h100-80gb
     zeroshard plan gpt-1t --mesh dp=16,pp=8,tp=8 --checkpoint-activations --out runs/plan
-    zeroshard plan mine:model --ranks 8 --device a100-40gb --brief
-    zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --config plan.json
+    zeroshard plan mine:model --ranks 8 --hardware a100-40gb --brief
+    zeroshard plan mine:vision --example mine:images --micro-batch 32
+    zeroshard plan gpt-13b --ranks 64 --auto --global-batch 512 --write-config layout.json
 
 Exit code 0: it fits; 1: it does not; 2: a mistake in the call.
 """
@@ -18,16 +19,21 @@ from typing import Any
 
 import zeroshard as zs
 
+from ..config import Tier
 from ..planner import tables
 from ..planner.plan import Plan
 from ..planner.request import Request, Verdict, gib, judge
 from ..remedies.remedy import Remedy, remedies
+from ..search.search import Found
+from ..simulator.spread import rate_with_spread, said_of, seconds_with_spread
 from . import auto, report_error
 from .arguments import UsageError
-from .plan_options import PlanOptions, _option, parse
+from .plan_options import _OUTPUT, PlanOptions, _option, parse
 from .sheets import Sheet, show
+from .working import working
 
 SHORT = 1
+_SEARCH = "search for the fastest layout"
 
 
 @dataclass(frozen=True)
@@ -35,22 +41,30 @@ class Options(PlanOptions):
     """Of `zeroshard plan`."""
 
     auto: bool = _option(
-        False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true"
-    )
+        False, "search stage, tiers, mesh, batches and checkpointing for the fastest layout that fits", action="store_true",
+        group=_SEARCH,
+    )  # fmt: skip
     global_batch: int | None = _option(
-        None, "sequences of a step over all ranks, with --auto (default: of these options)", type=int
-    )
+        None, "sequences of one optimizer step over all ranks, with --auto (default: those of the other options)", type=int,
+        group=_SEARCH,
+    )  # fmt: skip
     lossy: bool = _option(
-        False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true"
-    )
-    config: str | None = _option(
-        None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed"
-    )
+        False, "with --auto: also what changes results, parameters and gradients that travel packed", action="store_true",
+        group=_SEARCH,
+    )  # fmt: skip
+    write_config: str | None = _option(
+        None, "with --auto: the file to write, for train --config, zs.shard(config=) and zeroshard.deepspeed", metavar="FILE",
+        group=_SEARCH,
+    )  # fmt: skip
     offload_path: str | None = _option(
-        None, "with --auto: folder on a local disk of the machines that will train, for what rests there"
+        None, "with --auto: folder on a local disk of the machines that will train, for what rests there", group=_SEARCH
     )
-    try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float)
-    brief: bool = _option(False, "print one line", action="store_true")
+    try_seconds: float = _option(30.0, "to look for changes that would make it fit; 0: none", type=float, group=_OUTPUT)
+    brief: bool = _option(False, "print one line", action="store_true", group=_OUTPUT)
+    full: bool = _option(False, "print the tables with all numbers after the page", action="store_true", group=_OUTPUT)
+    json_full: bool = _option(
+        False, "print JSON with every task of the step and every moment of memory", action="store_true", group=_OUTPUT
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,11 +72,12 @@ class Options(PlanOptions):
             raise UsageError(f"--global-batch: expected a positive integer, got {self.global_batch}")
         if not self.try_seconds >= 0:  # not a number is none, too
             raise UsageError(f"--try-seconds: expected seconds of at least 0, got {self.try_seconds:g}")
-        for name in ("global_batch", "lossy", "config", "offload_path"):
+        for name in ("global_batch", "lossy", "write_config", "offload_path"):
             if getattr(self, name) and not self.auto:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --auto")
-        if self.config is not None and (not Path(self.config).parent.is_dir() or Path(self.config).is_dir()):  # before the search
-            raise UsageError(f"--config: expected the name of a file in a folder that there is, got {self.config!r}")
+        path = self.write_config
+        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):  # before the search
+            raise UsageError(f"--write-config: expected the name of a file in a folder that there is, got {path!r}")
         if self.auto and (self.offload_optimizer or self.offload_gradient or self.offload_param):
             raise UsageError("--auto: expected no --offload option: where states rest is searched")
 
@@ -78,56 +93,70 @@ class Options(PlanOptions):
 def main(argv: Sequence[str]) -> int:
     """Plan and print; returns the exit code."""
     options = parse(
-        Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv
-    )
+        Options, "zeroshard plan", "Tell what a run will hold and send, and whether it fits, without running it.", argv,
+        {"--config": "--write-config (--config is an input, of zeroshard train)"},
+    )  # fmt: skip
     try:
-        request, layouts = options.request(), None
+        return _planned(options)
+    except zs.ZeroshardError as error:
+        return report_error(str(error))
+
+
+def _planned(options: Options) -> int:
+    layouts: Found | None = None
+    with working("the model is made"):
+        request = options.request()
         if options.auto:
             batch = options.global_batch or request.axes["dp"] * request.rows * request.micro_batches
             request, plans, layouts = auto.choose(request, batch, options.fixed(request), options.lossy)
-            if options.config is not None:
-                auto.write(layouts, options.config, options.offload_path)
+            if options.write_config is not None:
+                auto.write(layouts, options.write_config, options.offload_path)
         else:
             plans = request.plans()
         verdict = judge(plans, request)
-        look = not (verdict.fits or options.brief or options.auto) and options.try_seconds > 0
-        found = remedies(request, plans, options.try_seconds) if look else []
-        sheets = [*([auto.table(layouts)] if layouts is not None else []), *_sheets(request, verdict, found)]
         notes = [*request.source.notes, *([layouts.reason] if layouts is not None else [])]
+        sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:
-            _write(Path(options.out), request, plans, verdict, sheets, notes)
-    except zs.ZeroshardError as error:
-        return report_error(str(error))
-    if options.json:
-        print(json.dumps(facts(request, verdict, found) | ({"reason": layouts.reason} if layouts is not None else {}), indent=2))
-    else:
-        _print(request, verdict, sheets, notes, options)
-        if look and not found:
-            print(
-                f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks"
-            )
+            _write(Path(options.out), request, plans, verdict, [*([auto.table(layouts)] if layouts else []), *sheets], notes)
+    text = not (options.json or options.json_full)
+    if text:  # the verdict first: what would make it fit is looked for after it
+        print(tables.headline(request, verdict) if options.brief else tables.page(verdict.plan, verdict), flush=True)
+    look = not (verdict.fits or options.brief or options.auto) and options.try_seconds > 0
+    found: list[Remedy] = []
+    if look:
+        with working("looking for changes that make it fit"):
+            found = remedies(request, plans, options.try_seconds)
+    if not text:
+        told = facts(request, verdict, found) if options.json_full else summary(request, verdict, found, layouts)
+        print(json.dumps(told, indent=2))
+    elif not options.brief:
+        _print(verdict, found, sheets if options.full else [], layouts, notes, options, look)
+    written = [str(path) for path in sorted(Path(options.out).iterdir())] if options.out is not None else []
+    written += [options.write_config] if options.write_config is not None else []
+    if written and text:
+        print(f"written: {', '.join(written)}")
     return 0 if verdict.fits else SHORT
 
 
-def _print(request: Request, verdict: Verdict, sheets: Sequence[tables.Table], notes: Sequence[str], options: Options) -> None:
-    if not options.brief:
-        for table in sheets:
-            show(Sheet(table.rows, table.header, table.title))
-        print("\n".join(notes), end="\n" * bool(notes))
-    print(tables.headline(request, verdict))
-    written = [str(path) for path in sorted(Path(options.out).iterdir())] if options.out is not None else []
-    written += [options.config] if options.config is not None else []
-    if written:
-        print(f"written: {', '.join(written)}")
-
-
-def _sheets(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> list[tables.Table]:
-    plan = verdict.plan
-    made = [tables.memory(plan, request), tables.communication(plan), tables.activations(plan)]
-    rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
-    return made + (
-        [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows)] if rows else []
-    )
+def _print(
+    verdict: Verdict, found: Sequence[Remedy], sheets: Sequence[tables.Table], layouts: Found | None, notes: Sequence[str],
+    options: Options, look: bool,
+) -> None:  # fmt: skip
+    """What stands below the page."""
+    if layouts is not None:
+        sheets = [auto.table(layouts), *sheets]
+    if found:
+        rows = tuple((each.flags, f"{gib(each.frees)} GiB", each.then, each.cost) for each in found)
+        sheets = [tables.Table("What would make it fit, the cheapest first", ("add", "frees", "then it", "cost"), rows), *sheets]
+    for table in sheets:
+        show(Sheet(table.rows, table.header, table.title))
+    if look and not found:
+        print(
+            f"no change was found in {options.try_seconds:g} s that makes it fit: look for longer (--try-seconds), or take more ranks"
+        )
+    print("\n".join(notes), end="\n" * bool(notes))
+    if layouts is not None:
+        print(f"Seconds: {said_of(layouts.hardware.spread)}")
 
 
 def _write(
@@ -135,18 +164,19 @@ def _write(
 ) -> None:
     """The pictures, the page and report.json. Raises UsageError."""
     from ..planner.pictures import draw_memory, write_page
-    from ..simulator.simulate import simulate
     from ..simulator.timeline import draw_timeline
 
     # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
-    done = simulate(plans[0].trace, request.hardware) if request.axes["pp"] == 1 else None
+    done = request.simulated(plans) if request.axes["pp"] == 1 else None
     make_folder(folder)
     draw_memory(verdict.plan, request, folder / "memory.png")
     pictures = {"Memory over one step": folder / "memory.png"}
     if done is not None:
         draw_timeline(done, folder / "timeline.png", verdict.plan.model)
         pictures["A step, simulated"] = folder / "timeline.png"
-        notes = [*notes, f"Simulated: {done.step_s:.3g} s a step, {done.tflops:.3g} TFLOPS a device, {done.bound}."]
+        spread = request.hardware.spread
+        seconds, tflops = seconds_with_spread(done.step_s, spread), rate_with_spread(done.tflops, spread)
+        notes = [*notes, f"Simulated: {seconds} s a step, {tflops} TFLOPS a device ({said_of(spread)}); {done.bound}."]
     write_page(folder / "plan.html", tables.headline(request, verdict), verdict, sheets, pictures, notes)
     (folder / "report.json").write_text(json.dumps(facts(request, verdict, ()), indent=2) + "\n")
 
@@ -162,15 +192,48 @@ def make_folder(folder: Path) -> None:
 
 
 def facts(request: Request, verdict: Verdict, found: Sequence[Remedy]) -> dict[str, Any]:
-    """The plan of the fullest rank, the verdict and what would make it fit, in plain types."""
+    """All of the plan of the fullest rank, the verdict and what would make it fit, in plain types."""
+    plan = {name: plain(getattr(verdict.plan, name)) for name in verdict.plan.__dataclass_fields__ if name != "hardware"}
     return {
-        "plan": plain(verdict.plan),
+        "plan": plan,
         "hardware": request.hardware.name,
-        "verdict": {
-            "fits": verdict.fits, "text": str(verdict), "tier": verdict.tier.value, "phase": verdict.phase,
-            "used_nbytes": verdict.used, "capacity_nbytes": verdict.capacity, "overhead_nbytes": verdict.overhead,
-        },
-        "remedies": [{"flags": r.flags, "frees_nbytes": r.frees, "cost": r.cost, "verdict": r.then, "tried": r.verdict is not None} for r in found],
+        "verdict": _verdict(verdict),
+        "remedies": [_remedy(r) for r in found],
+    }
+
+
+def summary(request: Request, verdict: Verdict, found: Sequence[Remedy], layouts: Found | None) -> dict[str, Any]:
+    """What the page says, in plain types: at most 100 lines of JSON."""
+    plan, config = verdict.plan, verdict.plan.config
+    run = {"model": plan.model, "num_parameters": plan.num_parameters, "hardware": request.hardware.name, "mesh": dict(plan.axes),
+           "stage": config.stage, "precision": config.precision, "micro_batch": request.rows, "seq": request.seq,
+           "accumulate": plan.micro_batches}  # fmt: skip
+    peaks = {tier.value: plan.peak(tier) for tier in Tier if plan.peak(tier)}
+    told = {
+        "verdict": _verdict(verdict),
+        "run": run,
+        "rank": plan.rank,
+        "held_at_the_fullest": dict(verdict.held),
+        "peak_nbytes": peaks,
+    }
+    told |= {"sent_nbytes": dict(plan.sent), "remedies": [_remedy(each) for each in found]}
+    if layouts is not None:
+        best = layouts.best
+        told["auto"] = {"reason": layouts.reason, "layout": str(best.layout), "step_s": best.step_s, "tflops": best.tflops,
+                        "tokens_per_s": best.tokens_per_s, "spread": list(layouts.hardware.spread)}  # fmt: skip
+    return told
+
+
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "fits": verdict.fits, "text": str(verdict), "tier": verdict.tier.value, "phase": verdict.phase,
+        "used_nbytes": verdict.used, "capacity_nbytes": verdict.capacity, "overhead_nbytes": verdict.overhead,
+    }  # fmt: skip
+
+
+def _remedy(each: Remedy) -> dict[str, Any]:
+    return {
+        "flags": each.flags, "frees_nbytes": each.frees, "cost": each.cost, "verdict": each.then, "tried": each.verdict is not None
     }  # fmt: skip
 
 

@@ -1,21 +1,23 @@
-"""What `zeroshard plan` and `zeroshard simulate` are asked: their common options, and the request that these are.
-
-`--batch` counts sequences of one forward of one rank: planned is a rank, whatever the number of the others.
-"""
+"""What `zeroshard plan` and `zeroshard simulate` are asked: their common options, and the request that these are."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from ..compression import CODECS, GRADIENT_CODECS
-from ..planner.model_source import source_of
+from ..planner.model_source import example_of, source_of
 from ..planner.request import FLAGS, Request
 from ..simulator.hardware import Hardware
 from .arguments import Parser, UsageError
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option
 
+RENAMED = {  # old spellings of options -> what to write instead
+    "--device": "--hardware (--device is a torch device, of zeroshard train)", "--batch": "--micro-batch",
+    "--micro-batches": "--accumulate", "--activation-checkpointing": "--checkpoint-activations",
+}  # fmt: skip
+_RUN, _MEMORY, _OFFLOAD, _NETWORK, _OUTPUT = "the run", "memory of a device", "offload", "communication", "output"
 _SHARD = {flag: option for option, flag in FLAGS.items()}
 _SAME = ("stage", "precision", "offload_optimizer", "offload_gradient", "offload_param", "shard_size", "hierarchical",
          "max_live_parameters", "max_unit_numel", "prefetch_bucket_size", "delayed_update")  # fmt: skip
@@ -26,61 +28,86 @@ class PlanOptions:
     """Each field is the option of that name; `model` stands first, without one."""
 
     model: str
-    ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int)
-    mesh: str | None = _option(None, "ranks along each axis: dp=64,pp=4,tp=8 (data, pipeline and tensor parallel)")
-    device: str = _option(
-        "h100-80gb", "hardware by name, or a file as `zeroshard bench --calibrate` writes it", also=("--hardware",)
-    )
-    node_size: int | None = _option(None, "ranks of a node (default: the hardware's devices)", type=int)
-    stage: int | None = _option(None, "ZeRO stage: what is sharded (default: 3)", choices=(0, 1, 2, 3), type=int)
-    batch: int = _option(1, "sequences of one forward of a rank", type=int)
-    seq: int | None = _option(None, "tokens of a sequence (default: the model's)", type=int)
+    ranks: int | None = _option(None, "ranks in all (default: the mesh's, else a node)", type=int, group=_RUN)
+    mesh: str | None = _option(None, "ranks along each axis: dp=64,pp=4,tp=8 (data, pipeline and tensor parallel)", group=_RUN)
+    hardware: str = _option("h100-80gb", "hardware by name, or a file that `zeroshard bench --calibrate` wrote", group=_RUN)
+    node_size: int | None = _option(None, "ranks of a node (default: the hardware's devices)", type=int, group=_RUN)
+    micro_batch: int = _option(1, "sequences of one forward pass of one rank", type=int, group=_RUN)
+    seq: int | None = _option(None, "tokens of a sequence (default: the model's)", type=int, group=_RUN)
+    example: str | None = _option(
+        None, "module:function that makes a micro-batch for a model that does not read tokens: a tensor, or a tuple or dictionary "
+        "of arguments; it is called with --micro-batch where it takes an argument",
+        metavar="FUNCTION", group=_RUN,
+    )  # fmt: skip
     accumulate: int | None = _option(
-        None, "micro-batches per step (default: 1, with stages of pp 2 a stage)", type=int, also=("--micro-batches",)
+        None, "micro-batches of a step (default: 1, with stages of pp 2 a stage)", type=int, group=_RUN
     )
-    precision: str = _option("bf16", "compute precision; master weights stay fp32", choices=PRECISIONS)
-    offload_optimizer: str | None = _option(
-        None, "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS
+    precision: str | None = _option(
+        None, "compute precision; master weights stay fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS, group=_RUN
     )
-    offload_gradient: str | None = _option(
-        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS
-    )
-    offload_param: str | None = _option(None, "where parameters rest", choices=OFFLOADS)
-    delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
+    stage: int | None = _option(None, "ZeRO stage: what is sharded (default: 3)", choices=(0, 1, 2, 3), type=int, group=_RUN)
     checkpoint_activations: bool = _option(
-        False, "keep the inputs of blocks only, compute the rest again", action="store_true", also=("--activation-checkpointing",)
+        False, "keep the inputs of blocks alone, and compute the rest again in backward", action="store_true", group=_MEMORY
     )
     partition_activations: bool = _option(
-        False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true"
+        False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true", group=_MEMORY
     )
-    offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
-    shard_size: int | None = _option(None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int)
-    hpz: int = _option(1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int)
-    quantized_weights: str | None = _option(None, "parameters travel packed (qwZ)", choices=CODECS)
-    quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS)
-    hierarchical: bool | None = _option(None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction)
-    max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
+    max_live_parameters: int = _option(
+        0, "keep units gathered for backward while at most so many elements are", type=int, group=_MEMORY
+    )
     max_unit_numel: int | None = _option(
-        None, "split units of more elements at their children, as far as they have any", type=int
+        None, "split units of more elements at their children, as far as they have any", type=int, group=_MEMORY
     )
-    prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
+    prefetch_bucket_size: int | None = _option(
+        None, "elements gathered ahead of use (default: 64 MiB of them)", type=int, group=_MEMORY
+    )
+    offload_optimizer: str | None = _option(
+        None, "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS, group=_OFFLOAD
+    )
+    offload_gradient: str | None = _option(
+        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS, group=_OFFLOAD
+    )
+    offload_param: str | None = _option(None, "where parameters rest", choices=OFFLOADS, group=_OFFLOAD)
+    offload_activations: str = _option(
+        "none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS, group=_OFFLOAD
+    )
+    delayed_update: int | None = _option(
+        None, "after so many steps the host steps beside the next step's computation", type=int, group=_OFFLOAD
+    )
+    shard_size: int | None = _option(
+        None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int, group=_NETWORK
+    )
+    hpz: int = _option(
+        1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int, group=_NETWORK
+    )
+    quantized_weights: str | None = _option(None, "parameters travel packed (qwZ)", choices=CODECS, group=_NETWORK)
+    quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS, group=_NETWORK)
+    hierarchical: bool | None = _option(
+        None, "two hops, between nodes and inside of them", action=argparse.BooleanOptionalAction, group=_NETWORK
+    )
     schedule: str | None = _option(
-        None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower
+        None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower, group=_NETWORK
     )
-    sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
-    out: str | None = _option(None, "folder for pictures, the page and report.json")
-    json: bool = _option(False, "print JSON in place of tables", action="store_true")
+    sequence_parallel: bool = _option(
+        False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true", group=_NETWORK
+    )
+    out: str | None = _option(None, "folder for pictures, the page and report.json", metavar="DIR", group=_OUTPUT)
+    json: bool = _option(False, "print JSON in place of text, at most 100 lines", action="store_true", group=_OUTPUT)
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "node_size", "batch", "seq", "accumulate", "hpz", "shard_size"):
+        for name in ("ranks", "node_size", "micro_batch", "seq", "accumulate", "hpz", "shard_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected a positive integer, got {value}")
 
     def request(self) -> Request:
         """What is to be planned. Raises UsageError, and ConfigError of the model, the hardware and zs.shard."""
-        hardware, source = Hardware.named(self.device), source_of(self.model)
-        axes = self._axes(hardware)
+        hardware = Hardware.named(self.hardware)
+        source, axes = source_of(self.model), self._axes(hardware)
+        if self.example is not None:
+            source = example_of(source, self.example)
+            if axes.pp * axes.tp > 1 or self.seq is not None:
+                raise UsageError("--example: expected neither --seq nor --mesh with pp or tp, which are for models of tokens")
         if self.shard_size is not None and axes.dp % self.shard_size:
             raise UsageError(f"--shard-size: expected a divisor of the {axes.dp} ranks of dp, got {self.shard_size}")
         for name in ("schedule", "sequence_parallel", "partition_activations"):
@@ -88,8 +115,8 @@ class PlanOptions:
             if getattr(self, name) and getattr(axes, axis) == 1:
                 raise UsageError(f"--{name.replace('_', '-')}: expected none without --mesh {axis}=2")
         request = Request(
-            source, hardware, {"pp": axes.pp, "dp": axes.dp, "tp": axes.tp}, self.batch, self.seq or source.default_seq,
-            self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(), self._checkpointing(),
+            source, hardware, {"pp": axes.pp, "dp": axes.dp, "tp": axes.tp}, self.micro_batch, self.seq or source.default_seq,
+            self.accumulate or (2 * axes.pp if axes.pp > 1 else 1), self.node_size, self._shard(hardware), self._checkpointing(),
             {name: getattr(self, name) for name in ("schedule", "sequence_parallel") if getattr(self, name)},
         )  # fmt: skip
         request.config  # noqa: B018  # raises what is wrong with it
@@ -105,11 +132,12 @@ class PlanOptions:
             axes.check_ranks(self.ranks)
         return axes
 
-    def _shard(self) -> dict[str, Any]:
+    def _shard(self, hardware: Hardware) -> dict[str, Any]:
         given = {_SHARD.get(name, name): getattr(self, name) for name in (*_SAME, *_SHARD)}
         usual = {"max_live_parameters": 0, "zero_hpz_partition_size": 1}
         found = {name: value for name, value in given.items() if value not in (None, "none") and value != usual.get(name, ...)}
         found.setdefault("stage", 3)
+        found.setdefault("precision", "bf16" if hardware.separate else "fp32")
         return found | ({"offload_path": "."} if "nvme" in found.values() else {})  # nothing is written
 
     def _checkpointing(self) -> bool | dict[str, Any]:
@@ -119,13 +147,22 @@ class PlanOptions:
         return found or self.checkpoint_activations
 
 
-def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str]) -> Any:
-    """Options from the command line; `UsageError` names the one that is wrong."""
+def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str], renamed: Mapping[str, str]) -> Any:
+    """Options from the command line; `UsageError` names the one that is wrong. renamed: old spellings, beside RENAMED."""
+    for word in (each.split("=")[0] for each in argv):
+        if new := (RENAMED | dict(renamed)).get(word):
+            raise UsageError(f"{word} is now {new}; see {program} --help")
     parser = Parser(prog=program, description=description)
-    parser.add_argument("model", metavar="MODEL", help="a preset, a Hugging Face config.json or its folder, or module:function")
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help="a preset, a Hugging Face model id whose config is in the local cache, a config.json or its folder, or module:function",
+    )  # fmt: skip
+    groups: dict[str, Any] = {}
     for option in fields(kind):
         if option.metadata:
             settings = dict(option.metadata)
-            names = (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
-            parser.add_argument(*names, default=option.default, **settings)
+            name = settings.pop("group", "options")
+            group = groups.setdefault(name, None) or parser.add_argument_group(name)
+            groups[name] = group
+            group.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **settings)
     return kind(**vars(parser.parse(argv)))

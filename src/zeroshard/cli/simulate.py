@@ -1,7 +1,7 @@
 """`zeroshard simulate`: how long a step takes, what bounds it, and how that changes with ranks, batch and links.
 
-    zeroshard simulate llama-3-70b --ranks 64 --device h100-80gb --out runs/step
-    zeroshard simulate gpt-100b --device v100-32gb --sweep ranks=64,128,256,512 --utilisation 0.5,0.75,1
+    zeroshard simulate llama-3-70b --ranks 64 --hardware h100-80gb --out runs/step
+    zeroshard simulate gpt-100b --hardware v100-32gb --sweep ranks=64,128,256,512 --utilisation 0.5,0.75,1
 
 The step is that of `zeroshard plan`: what the runtime does on imagined ranks, in the time that the hardware takes for it.
 """
@@ -17,34 +17,45 @@ import zeroshard as zs
 
 from ..planner import tables
 from ..planner.request import Request, judge
-from ..simulator.simulate import SAYS, Simulation, simulate
+from ..simulator.simulate import SAYS, Simulation
+from ..simulator.spread import rate_with_spread, said_of, seconds_with_spread, two_digits
 from ..simulator.sweep import Sweep, sweep
 from . import report_error
 from .arguments import UsageError, closest
 from .plan import make_folder
 from .plan_options import PlanOptions, _option, parse
 from .sheets import Sheet, show
+from .working import working
 
-SWEPT = ("ranks", "batch")
+SWEPT = ("ranks", "micro-batch")
+_SIMULATED = "simulation"
 
 
 @dataclass(frozen=True)
 class Options(PlanOptions):
     """Of `zeroshard simulate`."""
 
-    utilisation: str = _option("1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep")
-    latency: str | None = _option(None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma")
-    sweep: str | None = _option(None, "simulate each: ranks=8,64,512 or batch=1,2,4, or both: ranks=8,64;batch=1,2")
+    utilisation: str = _option(
+        "1", "share of each link's bandwidth that is achieved; several with a comma, for a sweep", group=_SIMULATED
+    )
+    latency: str | None = _option(
+        None, "microseconds of a hop between ranks, in place of the hardware's; several with a comma", group=_SIMULATED
+    )
+    sweep: str | None = _option(
+        None, "simulate each: ranks=8,64,512 or micro-batch=1,2,4, or both: ranks=8,64;micro-batch=1,2", group=_SIMULATED
+    )
 
     def swept(self, request: Request) -> dict[str, list[int]]:
         """Ranks and sequences of a rank to simulate."""
-        found = {"ranks": [request.ranks], "batch": [request.rows]}
+        found = {"ranks": [request.ranks], "micro-batch": [request.rows]}
         seen: set[str] = set()
         for part in self.sweep.split(";") if self.sweep is not None else ():
             name, _, values = part.partition("=")
             if name.strip() in seen:
                 raise UsageError(f"--sweep: expected each name once, got {name.strip()} twice in {self.sweep!r}")
             seen.add(name.strip())
+            if name.strip() == "batch":
+                raise UsageError("--sweep: batch is now micro-batch: sequences of one forward pass of one rank")
             if name.strip() not in SWEPT:
                 raise UsageError(
                     f"--sweep: expected {' or '.join(f'{n}=8,16' for n in SWEPT)}, got {part!r}{closest(name, SWEPT)}"
@@ -71,15 +82,21 @@ def _numbers(name: str, text: str) -> list[float]:
 def main(argv: Sequence[str]) -> int:
     """Simulate and print; returns the exit code."""
     options = parse(
-        Options, "zeroshard simulate", "Tell how long a step of a run will take, and what bounds it, without running it.", argv
+        Options,
+        "zeroshard simulate",
+        "Tell how long a step of a run will take, and what bounds it, without running it.",
+        argv,
+        {},
     )
     utilisations = _numbers("utilisation", options.utilisation)
     latencies = [None] if options.latency is None else [each / 1e6 for each in _numbers("latency", options.latency)]
     try:
-        request = options.request()
+        with working("the model is made"):
+            request = options.request()
         if options.sweep is not None or len(utilisations) * len(latencies) > 1:
             swept = options.swept(request)
-            done = sweep(_maker(request), request.hardware, swept["ranks"], swept["batch"], utilisations, latencies)
+            with working("sweep"):
+                done = sweep(_maker(request), request.hardware, swept["ranks"], swept["micro-batch"], utilisations, latencies)
             return _told_sweep(done, request, options)
         return _told(request, utilisations[0], latencies[0], options)
     except zs.ZeroshardError as error:
@@ -103,10 +120,15 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
     from ..planner.pictures import draw_memory, write_page
     from ..simulator.timeline import draw_timeline, write_chrome_trace
 
-    plans = request.plans()
-    verdict = judge(plans, request)
-    done = simulate(request.traces(plans), request.hardware, utilisation, latency_s)
+    with working("dry run"):
+        plans = request.plans()
+        verdict = judge(plans, request)
+        done = request.simulated(plans, utilisation, latency_s)
     table = _busy(done)
+    if not options.json:  # the verdict first
+        print(_line(done, request))
+        if not verdict.fits:
+            print(f"but it is {verdict}; `zeroshard plan` with the same options says what to change")
     if options.out is not None:
         folder = Path(options.out)
         make_folder(folder)
@@ -114,27 +136,28 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         draw_timeline(done, folder / "timeline.png", verdict.plan.model)
         draw_memory(verdict.plan, request, folder / "memory.png")
         pictures = {"A step, simulated": folder / "timeline.png", "Memory over one step": folder / "memory.png"}
-        sheets = [table, tables.memory(verdict.plan, request), tables.communication(verdict.plan)]
+        sheets = [table, tables.memory(verdict.plan), tables.communication(verdict.plan)]
         write_page(
             folder / "simulation.html", _line(done, request), verdict, sheets, pictures, [tables.headline(request, verdict)]
         )
     if options.json:
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
         found["busy_s"] = {resource.value: seconds for resource, seconds in done.busy.items()}
+        found["spread"] = list(request.hardware.spread)
         print(json.dumps(found | {"fits": verdict.fits, "verdict": str(verdict)}, indent=2))
         return 0
     show(Sheet(table.rows, table.header, table.title))
-    print(_line(done, request))
-    if not verdict.fits:
-        print(f"but it is {verdict}; `zeroshard plan` with the same options says what to change")
     _written(options)
     return 0
 
 
 def _line(done: Simulation, request: Request) -> str:
+    spread = request.hardware.spread
+    what = "tokens" if request.source.example is None else "samples"
     return (
-        f"{request.source.name} on {request.ranks:,} {request.hardware.name}: {done.step_s:.4g} s a step, {done.tflops:.4g} TFLOPS a device, "
-        f"{done.tokens_per_s:,.0f} tokens/s; {done.bound}"
+        f"{seconds_with_spread(done.step_s, spread)} s a step, {rate_with_spread(done.tflops, spread)} TFLOPS a device, "
+        f"{two_digits(done.tokens_per_s)} {what}/s; {request.source.name} on {request.ranks:,} {request.hardware.name} is "
+        f"{done.bound} ({said_of(spread)})"
     )
 
 
@@ -142,7 +165,7 @@ def _busy(done: Simulation) -> tables.Table:
     rows = tuple(
         (
             SAYS[resource],
-            f"{seconds:.4g}",
+            two_digits(seconds),
             f"{seconds / done.step_s:.0%}",
             f"{done.critical.get(resource, 0.0) / done.step_s:.0%}",
         )
@@ -154,8 +177,8 @@ def _busy(done: Simulation) -> tables.Table:
 def _swept_rows(done: Sweep) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     header = ("ranks", "micro-batch", "bandwidth", "seconds", "TFLOPS a device", "tokens/s", "")
     return header, tuple(
-        (f"{row.ranks:,}", str(row.setting.micro_batch), f"{row.setting.utilisation:.0%}", f"{row.step_s:.4g}", f"{row.tflops:.4g}",
-         f"{row.tokens_per_s:,.0f}", row.bound) for row in done.rows
+        (f"{row.ranks:,}", str(row.setting.micro_batch), f"{row.setting.utilisation:.0%}", two_digits(row.step_s), two_digits(row.tflops),
+         two_digits(row.tokens_per_s), row.bound) for row in done.rows
     )  # fmt: skip
 
 
@@ -176,7 +199,7 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
             [str(limit) for limit in done.limits],
         )
     if options.json:
-        rows = [{"ranks": row.ranks, "batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
+        rows = [{"ranks": row.ranks, "micro_batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
                  "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}
                 for row in done.rows]  # fmt: skip
         print(json.dumps({"rows": rows, "limits": [str(limit) for limit in done.limits]}, indent=2))

@@ -3,7 +3,7 @@
     whole model --cut between blocks--> this rank's stages --cut inside of blocks--> local shards --zs.shard--> over dp
                   mesh["pp"]                                  mesh["tp"]                            mesh["dp"]
 
-Each part is PyTorch's own, or zeroshard's, and can be used by itself: `plan_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
+Each part is PyTorch's own, or zeroshard's, and can be used by itself: `styles_for` and `apply`, `cut_stages` and `Pipeline`, `zs.shard`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..config import Config, other_model_axes, planned_otherwise, read_plan
+from ..config import Config, other_model_axes, planned_otherwise, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..zero.runtime import runtime_of
 from .pipeline import SCHEDULES, Pipeline, schedule_class, stages_of, whole
-from .plans import Plan, divides, plan_for
 from .stages import StandIn, cut_stages
+from .styles import ParallelStyles, divides, styles_for
 from .tensor_parallel import apply
 from .tied import exchange_objects
 from .traffic import Traffic
@@ -44,7 +44,7 @@ def parallelize(
     micro_batches: int = 1,
     schedule: str | None = None,
     stages_per_rank: int | None = None,
-    plan: Plan | Mapping[str, Any] | None = None,
+    styles: ParallelStyles | Mapping[str, Any] | None = None,
     cuts: Sequence[int | str] | None = None,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
@@ -64,13 +64,13 @@ def parallelize(
         micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
         schedule: of the pipeline: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
-        plan: of tensor parallelism: name pattern -> style, on top of the model's own (`plan_for`).
+        styles: of tensor parallelism: name pattern -> style, on top of the model's own (`styles_for`).
         cuts: blocks with which stages begin; None: by cost.
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
         loss: (outputs, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
         example: an input of the model, of any values, where inputs are not tokens: with it a pipeline finds out what is used before
             and after the blocks (see `cut_stages`).
-        config, options: of zs.shard, config also as the path of a plan (stage, precision, max_grad_norm, offload_optimizer, ...).
+        config, options: of zs.shard, config also as the path of a file that `zeroshard plan --auto` wrote (stage, precision, max_grad_norm, offload_optimizer, ...).
 
     Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
     that does. Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
@@ -78,11 +78,13 @@ def parallelize(
     sizes = _sizes(mesh)
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ConfigError(f"micro_batches: expected a whole number of at least 1, got {micro_batches!r}.")
-    planned = (config, read_plan(config)) if isinstance(config, (str, os.PathLike)) else None
+    if "plan" in options:
+        raise ConfigError("plan is now styles: zs.parallelize(styles={name: style}), of tensor parallelism.")
+    planned = (config, read_layout(config)) if isinstance(config, (str, os.PathLike)) else None
     if planned is not None:
         _check_planned(*planned, mesh)
     config = Config.build(config, **options)
-    chosen = _plan(model, plan, sizes["tp"])
+    chosen = _styles(model, styles, sizes["tp"])
     name, per_rank = _schedule(schedule, stages_per_rank, sizes["pp"])
     modules, own = [model], [0]
     if sizes["pp"] > 1:
@@ -137,7 +139,7 @@ def _optimizer(make: MakeOptimizer, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def _check_planned(path: Any, planned: Mapping[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ConfigError where a plan's file cuts the model otherwise; say it where it only has other ranks."""
+    """Raise ConfigError where a layout's file cuts the model otherwise; say it where it only has other ranks."""
     sizes = _sizes(mesh)
     text = planned_otherwise(path, planned, {"dp": mesh.size() // (sizes["pp"] * sizes["tp"]), **sizes})
     if other_model_axes(planned, sizes):
@@ -176,14 +178,14 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     return {"pp": found.get("pp", 1), "tp": found.get("tp", 1)}
 
 
-def _plan(model: nn.Module, plan: Plan | Mapping[str, Any] | None, tp: int) -> Plan | None:
+def _styles(model: nn.Module, styles: ParallelStyles | Mapping[str, Any] | None, tp: int) -> ParallelStyles | None:
     if tp == 1:
         return None
-    plan = plan if isinstance(plan, Plan) else plan_for(model, plan)
-    sentences = divides(model, tp, plan)
+    styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
+    sentences = divides(model, tp, styles)
     if sentences:
         raise ConfigError(" ".join(sentences))
-    return plan
+    return styles
 
 
 def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str, int]:
@@ -199,14 +201,14 @@ def _schedule(schedule: str | None, per_rank: int | None, pp: int) -> tuple[str,
     return name, per_rank
 
 
-def _of_stage(plan: Plan, stage: nn.Module) -> Plan:
-    """What of a plan for the whole model is about modules of this stage."""
+def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
+    """What of the styles of the whole model is about modules of this stage."""
     modules = {name for name, module in stage.named_modules() if not isinstance(module, StandIn)}
     there = modules | {name for name, _ in stage.named_parameters()}
-    return Plan(
-        {name: style for name, style in plan.styles.items() if name in there},
-        {name: attributes for name, attributes in plan.divided.items() if name in modules},
-        plan.head if plan.head in modules else None,
+    return ParallelStyles(
+        {name: style for name, style in styles.by_name.items() if name in there},
+        {name: attributes for name, attributes in styles.divided.items() if name in modules},
+        styles.head if styles.head in modules else None,
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ZeroshardError
 from ..utils import torch_compat
-from .plans import (
+from .styles import (
     COLWISE,
     EXPERTS,
     GATHERED,
@@ -32,12 +32,12 @@ from .plans import (
     PACKED,
     ROWWISE,
     VOCABULARY,
-    Plan,
+    ParallelStyles,
     absent,
     divides,
     is_conv1d,
-    plan_for,
     resolve,
+    styles_for,
 )
 
 if TYPE_CHECKING:
@@ -50,14 +50,14 @@ WHOLE = ("replicate", "replicated")
 def apply(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: Plan | Mapping[str, Any] | None = None,
+    styles: ParallelStyles | Mapping[str, Any] | None = None,
     *,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
 ) -> nn.Module:
     """Cut a model over the ranks of a mesh of one axis (mesh["tp"]), in place; returns it. Call it before zs.shard.
 
-    plan: of plan_for; or a mapping of your own, name pattern -> style, that goes on top of plan_for(model).
+    styles: of styles_for; or a mapping of your own, name pattern -> style, that goes on top of styles_for(model).
     sequence_parallel: between the maps of a block each rank has seq / tp tokens. loss_parallel: logits stay cut by tokens of
     the vocabulary (a DTensor); forward and backward then run inside torch.distributed.tensor.parallel.loss_parallel().
 
@@ -69,12 +69,12 @@ def apply(
     the model is sharded already.
     """
     _check_plain(model, mesh)
-    plan = plan if isinstance(plan, Plan) else plan_for(model, plan)
-    _check(model, mesh, plan, loss_parallel)
+    styles = styles if isinstance(styles, ParallelStyles) else styles_for(model, styles)
+    _check(model, mesh, styles, loss_parallel)
     if mesh.size() == 1:
         return model
-    cut = _Cut(model, mesh, plan, sequence_parallel, loss_parallel)
-    ties = _ties(model, plan)
+    cut = _Cut(model, mesh, styles, sequence_parallel, loss_parallel)
+    ties = _ties(model, styles)
     named = [(module, name, p) for module in model.modules() for name, p in torch_compat.own_parameters(module).items()]
     marks = [(module, name, p.__dict__) for module, name, p in named if p is not None and p.__dict__]
     cut.run()
@@ -89,16 +89,18 @@ def apply(
 class _Cut:
     """One `apply`: what is where, found before anything is changed, and the changes."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, plan: Plan, sequence_parallel: bool, loss_parallel: bool) -> None:
-        self.model, self.mesh, self.plan, self.loss_parallel = model, mesh, plan, loss_parallel
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, sequence_parallel: bool, loss_parallel: bool
+    ) -> None:
+        self.model, self.mesh, self.styles, self.loss_parallel = model, mesh, styles, loss_parallel
         modules = dict(model.named_modules())
-        self.modules = {name: style for name, style in plan.styles.items() if name in modules and style not in WHOLE}
-        self.parameters = {name: style for name, style in plan.styles.items() if name not in modules}
+        self.modules = {name: style for name, style in styles.by_name.items() if name in modules and style not in WHOLE}
+        self.parameters = {name: style for name, style in styles.by_name.items() if name not in modules}
         self.colwise = [name for name, style in self.modules.items() if style in COLWISE and isinstance(style, str)]
         self.stacks = list(_stacks(model, self.colwise)) if sequence_parallel else []
         if sequence_parallel and not self.stacks:
             raise ConfigError("sequence_parallel: the model has no list of blocks (nn.ModuleList) with maps that are cut.")
-        self.islands = list(_islands(model, plan))
+        self.islands = list(_islands(model, styles))
         self.entries = self._entries()
         self.norms = self._norms()
 
@@ -111,7 +113,7 @@ class _Cut:
         found = []
         for parent in dict.fromkeys(name.rpartition(".")[0] for name in self.colwise):
             children = self.model.get_submodule(parent).named_children()
-            styles = [self.plan.styles.get(f"{parent}.{name}") for name, child in children if _is_map(child)]
+            styles = [self.styles.by_name.get(f"{parent}.{name}") for name, child in children if _is_map(child)]
             block = not parent or parent.rpartition(".")[0] in self.stacks
             if not block and sum(style in COLWISE for style in styles) > 1 and all(s in COLWISE + ROWWISE for s in styles):
                 found.append(parent)
@@ -127,7 +129,7 @@ class _Cut:
             if "norm" not in type(module).__name__.lower() or any(name.startswith(f"{parent}.") for parent in parents):
                 raise ConfigError(
                     f"sequence_parallel: {name} ({type(module).__name__}) lies in a block and has no style, so nothing says "
-                    "what it does with tokens that are cut. Give it one in the plan, or train without sequence_parallel."
+                    "what it does with tokens that are cut. Give it a style, or train without sequence_parallel."
                 )
             found.append(name)
         return found
@@ -153,7 +155,7 @@ class _Cut:
             blocks = [b for b in self.model.get_submodule(stack).children() if next(b.parameters(), None) is not None]
             blocks[0].register_forward_pre_hook(partial(_stream_in, self.mesh), with_kwargs=True)
             blocks[-1].register_forward_hook(_stream_end)
-        for name, attributes in self.plan.divided.items():
+        for name, attributes in self.styles.divided.items():
             module = self.model.get_submodule(name)
             for attribute in attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.mesh.size())
@@ -194,7 +196,7 @@ class _Cut:
         if style == "sequence_parallel":
             return SequenceParallel()
         if style in GATHERED:
-            cut = self.loss_parallel and name == self.plan.head
+            cut = self.loss_parallel and name == self.styles.head
             return ColwiseParallel(output_layouts=Shard(-1) if cut else Replicate(), use_local_output=not cut)
         if style in COLWISE:
             return ColwiseParallel()
@@ -222,7 +224,7 @@ def _rows(dim: int, maps: int) -> Any:
 
 
 def _placement(param: Tensor, style: str) -> Any:
-    """Of a parameter that the plan names itself: (..., out, in)."""
+    """Of a parameter that the styles name itself: (..., out, in)."""
     return _rows(param.ndim - 1 if style in ROWWISE else param.ndim - 2, PACKED.get(style, 1))
 
 
@@ -253,8 +255,8 @@ def _rowwise_conv1d(module: nn.Module, mesh: DeviceMesh, style: str, stream: boo
     distribute_module(module, mesh, cut, enter, leave)
 
 
-def _ties(model: nn.Module, plan: Plan) -> list[list[tuple[nn.Module, str]]]:
-    """Where each parameter stands that stands in several places, if the plan cuts one of them."""
+def _ties(model: nn.Module, styles: ParallelStyles) -> list[list[tuple[nn.Module, str]]]:
+    """Where each parameter stands that stands in several places, if the styles cut one of them."""
     places: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
@@ -262,14 +264,14 @@ def _ties(model: nn.Module, plan: Plan) -> list[list[tuple[nn.Module, str]]]:
                 places.setdefault(id(param), []).append((name, module, attribute))
     shared = []
     for found in places.values():
-        styled = [(name, plan.styles[name]) for name, _, _ in found if plan.styles.get(name) not in (None, *WHOLE)]
+        styled = [(name, styles.by_name[name]) for name, _, _ in found if styles.by_name.get(name) not in (None, *WHOLE)]
         if len(found) < 2 or not styled:
             continue
         for name, module, attribute in found:
             if isinstance(module, (nn.Embedding, nn.Linear)) and name not in dict(styled):
                 other, style = styled[0]
                 raise ConfigError(
-                    f"{name}.{attribute} is tied to that of {other}, which the plan cuts ({style}): cut both, or neither "
+                    f"{name}.{attribute} is tied to that of {other}, which these styles cut ({style}): cut both, or neither "
                     "(vocabulary=False)."
                 )
         shared.append([(module, attribute) for _, module, attribute in found])
@@ -413,11 +415,11 @@ def _stacks(model: nn.Module, colwise: list[str]) -> Iterator[str]:
             yield name
 
 
-def _islands(model: nn.Module, plan: Plan) -> Iterator[str]:
+def _islands(model: nn.Module, styles: ParallelStyles) -> Iterator[str]:
     """Mixtures of experts: what holds the experts, and the router beside them."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
-        if plan.styles.get(f"{name}.experts") == EXPERTS or (name and isinstance(experts, nn.ModuleList)):
+        if styles.by_name.get(f"{name}.experts") == EXPERTS or (name and isinstance(experts, nn.ModuleList)):
             yield name
 
 
@@ -441,23 +443,23 @@ def _check_plain(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ZeroshardError(f"{name} belongs to a model that is sharded by zs.shard: cut a model over tp first.")
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, plan: Plan, loss_parallel: bool) -> None:
+def _check(model: nn.Module, mesh: DeviceMesh, styles: ParallelStyles, loss_parallel: bool) -> None:
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
-    for name, style in plan.styles.items():
+    for name, style in styles.by_name.items():
         if name not in names:
             raise absent(model, name, names)
         owner, attribute = resolve(model, name)
         if isinstance(style, str) and attribute is None and style in (*COLWISE, *GATHERED, *ROWWISE, VOCABULARY):
             linear = _is_map(owner)
             if not (linear or (isinstance(owner, nn.Embedding) and style not in (*PACKED, *ROWWISE))):
-                raise ConfigError(f"plan: {name} is a {type(owner).__name__}: {style} cuts linear maps (and embeddings).")
+                raise ConfigError(f"styles: {name} is a {type(owner).__name__}: {style} cuts linear maps (and embeddings).")
             if linear and (style == VOCABULARY or (is_conv1d(owner) and style in GATHERED)):
                 kind = type(owner).__name__
-                raise ConfigError(f"plan: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
+                raise ConfigError(f"styles: {name} is a {kind}, for which {style} is not served: colwise and rowwise are.")
     if loss_parallel and getattr(getattr(model, "config", None), "output_router_logits", False):
         raise ConfigError("loss_parallel: no router's loss can be added to one that is cut: set output_router_logits=False.")
-    if loss_parallel and plan.head is None:
-        raise ConfigError(f"loss_parallel: the plan cuts no head of {type(model).__name__}: its logits are whole on every rank.")
-    wrong = divides(model, mesh.size(), plan)
+    if loss_parallel and styles.head is None:
+        raise ConfigError(f"loss_parallel: no style cuts the head of {type(model).__name__}: its logits are whole on every rank.")
+    wrong = divides(model, mesh.size(), styles)
     if wrong:
         raise ConfigError("\n".join(wrong))

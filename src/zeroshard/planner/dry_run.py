@@ -15,7 +15,7 @@ import copy
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..config import Config, Tier
 from ..errors import ConfigError, ZeroshardError, did_you_mean
 from ..measure.report import report
 from ..parallel.parallelize import next_token_loss, parallelize
+from ..simulator.hardware import Hardware
 from ..simulator.trace import Resource, Trace
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..testing import imagined_mesh
@@ -55,8 +56,9 @@ _SAME_SIZES = (
 def plan(
     model_fn: Callable[[], nn.Module], *, ranks: int | None = None, axes: Mapping[str, int] | None = None, batch: Any = None,
     loss: Loss | None = None, optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, rank: int = 0,
-    hold: bool = False, node_size: int | None = None, separate: bool = True, checkpointing: bool | Mapping[str, Any] = False, name: str = "",
-    config: Config | None = None, parallel: Mapping[str, Any] | None = None, whole: bool = False, **options: Any,
+    hold: bool = False, node_size: int | None = None, separate: bool | None = None, checkpointing: bool | Mapping[str, Any] = False,
+    name: str = "", hardware: str | Hardware | None = None, config: Config | None = None, parallel: Mapping[str, Any] | None = None,
+    whole: bool = False, **options: Any,
 ) -> Plan:  # fmt: skip
     """What one rank of a run would hold and do: the runtime itself, on imagined ranks (not collective; no memory is taken).
 
@@ -67,8 +69,9 @@ def plan(
         loss: (model, what batch makes) -> loss; None: cross-entropy of the next token of a model of tokens -> logits.
         micro_batches: forwards and backwards of a step. hold: with zs.accumulate around all but the last; else each is reduced, as
             `zeroshard train` does. Over pp or tp they are always held.
-        node_size: ranks of a node; None: all are on one. separate: the device has a memory of its own (a GPU); False: ranks on CPUs
-            that share memory within a node.
+        hardware: what the plan is judged by, a name ("a100-80gb", see simulator/hardware.toml), the path of a .toml, or a Hardware.
+        node_size: ranks of a node; None: the hardware's devices, without hardware all ranks. separate: the device has a memory of
+            its own (a GPU); False: ranks on CPUs that share memory within a node. None: as the hardware, without one True.
         checkpointing: activations of blocks are checkpointed: True, or options of zs.checkpoint_activations, of which partition=True
             is "over the ranks of tp".
         whole: each rank makes the model with all its values before it is sharded; else on the meta device, or under zs.init.
@@ -79,6 +82,12 @@ def plan(
     axes = _axes(ranks, axes)
     if not _whole(rank, 0) or rank >= _product(axes):
         raise ConfigError(f"rank: expected one of 0 to {_product(axes) - 1}, got {rank!r}.")
+    if isinstance(hardware, str):
+        hardware = Hardware.named(hardware)
+    if hardware is not None:
+        separate = hardware.separate if separate is None else separate
+        node_size = hardware.devices_per_node if node_size is None and _product(axes) > hardware.devices_per_node else node_size
+    separate = True if separate is None else separate
     _check(model_fn, batch, loss, optimizer, micro_batches, node_size, hold=hold, separate=separate, whole=whole)
     config = Config.build(config, **options)
     recorder = Recorder(separate)
@@ -92,7 +101,7 @@ def plan(
                 model, axes, rank, config, optimizer, micro_batches, recorder, node_size or _product(axes), loss, parallel or {}, hold,
                 model_fn if whole else None,
             )  # fmt: skip
-            return run.plan(batch, checkpointing, name or type(model).__name__, separate)
+            return run.plan(batch, checkpointing, name or type(model).__name__, separate, hardware)
     except NO_NUMBERS as error:  # while it is made, or moved
         raise ConfigError(f"the model asks for numbers ({error.func}), and a plan has none: {_FIXED_SHAPES}") from error
     finally:
@@ -170,6 +179,10 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_shape(batch: object) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
+
+
 def _check(
     model_fn: object, batch: object, loss: object, optimizer: object, micro_batches: object, node_size: object, **switches: object
 ) -> None:
@@ -177,8 +190,7 @@ def _check(
         raise ConfigError(
             f"zs.plan: expected a function that makes the model (zs.plan(lambda: Model(...), ...)), got {type(model_fn).__name__}."
         )
-    shaped = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(_whole(size, 1) for size in batch)
-    if not shaped and not callable(batch):
+    if not _is_shape(batch) and not callable(batch):
         raise ConfigError(
             f"batch: expected (rows, seq), whole numbers of at least 1, or a function that makes a batch, got {batch!r}."
         )
@@ -258,7 +270,9 @@ class _Run:
         self.sent: dict[str, int] = {}
         self.optimizer: torch.optim.Optimizer | None = None
 
-    def plan(self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool) -> Plan:
+    def plan(
+        self, batch: Any, checkpointing: bool | Mapping[str, Any], name: str, separate: bool, hardware: Hardware | None = None
+    ) -> Plan:
         meshed = any(self.axes[axis] > 1 for axis in MODEL_AXES)
         if meshed and self.loss is not None:
             raise ConfigError(
@@ -280,9 +294,14 @@ class _Run:
         recorder = self.recorder
         recorder.trace.model_flops, recorder.trace.tokens = 3 * recorder.forward_flops, tokens
         phases = tuple(self._phase(phase, separate) for phase in PHASES)
+        holes = {phase.name: phase.held.get(Tier.DEVICE, {}).get(KEPT, 0) for phase in phases}
+        moments = (
+            replace(each, held={**each.held, KEPT: holes[each.phase]} if holes[each.phase] else each.held)
+            for each in recorder.moments
+        )
         return Plan(
             name, self.rank, self.axes, self.config, self.micro_batches, tokens, self.num_parameters, separate, phases,
-            tuple(recorder.moments), recorder.trace, text, self.sent, self.activations, units,
+            tuple(moments), recorder.trace, text, self.sent, self.activations, units, hardware, batch if _is_shape(batch) else None,
         )  # fmt: skip
 
     def _phase(self, name: str, separate: bool) -> Phase:
@@ -468,7 +487,7 @@ def _kept(recorder: Recorder) -> dict[str, int]:
     for moment in recorder.moments:
         if moment.phase == "backward" or (len(kept) > 2 and moment.unit == next(iter(kept))):
             break  # a second micro-batch
-        now = moment.held.get(ACTIVATIONS, 0) + moment.held.get(CHECKPOINTS, 0)
+        now = moment.left.get(ACTIVATIONS, 0) + moment.left.get(CHECKPOINTS, 0)
         kept[moment.unit] = kept.get(moment.unit, 0) + now - before
         before = now
     return kept

@@ -42,6 +42,7 @@ class Meter:
         self._heap_nbytes = 0  # of blocks that come from the C library's heap
         self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
         self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
+        self._stretch_nbytes, self._stretch = 0, {}  # the fullest moment since `stretch` was last called
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase."""
@@ -124,11 +125,25 @@ class Meter:
             found[ACTIVATIONS] = self.alive_nbytes
         return found
 
+    def stretch(self) -> Held:
+        """Bytes by category at the fullest moment since the last call, of device and host together where they are one memory."""
+        found, self._stretch_nbytes, self._stretch = self._stretch, 0, {}
+        return found or self._held_together()
+
+    def _held_together(self) -> Held:
+        found: Held = {}
+        for tier in self._memories[0]:
+            for name, nbytes in self.held(tier).items():
+                found[name] = found.get(name, 0) + nbytes
+        return found
+
     def sample(self) -> None:
         """Note what is held, where it is more than before in this phase."""
         for tiers in self._memories:
             total = sum(sum(each.values()) for ledger in self.ledgers for each in (_entered(ledger, tier) for tier in tiers))
             total += self.alive_nbytes if Tier.DEVICE in tiers else 0
+            if Tier.DEVICE in tiers and total >= self._stretch_nbytes:
+                self._stretch_nbytes, self._stretch = total, self._held_together()
             # of equal ones the last: what was just made has its entry by then
             if total >= self._highest.get((self.phase, tiers), 0):
                 self._highest[self.phase, tiers] = total

@@ -2,8 +2,10 @@
 
     gpt-60b, llama-3-70b, bloom, quickstart     a preset: shapes.csv, models/presets.py, the model of ./quickstart
     config.json, a folder with one              a Hugging Face configuration, built by Transformers
+    meta-llama/Llama-3.1-8B                     a Hugging Face model id, whose config.json lies in the local cache
     package.module:function                     the user's own: a function without arguments that returns a module
 
+What does not read tokens is fed by an *example*: a function that makes the arguments of a forward pass (`example_of`).
 Which tokens go to which of a model's experts is data, and there is none: see experts.py.
 """
 
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import csv
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,7 @@ class ModelSource:
     notes: tuple[str, ...] = ()
     source: str = ""
     config: GPTConfig | None = None
+    example: Callable[[int], Any] | None = None  # rows -> what a micro-batch reads, where that is not tokens
 
     def build(self) -> nn.Module:
         """The model, tokens (rows, seq) -> logits, or an output that has them; call it under `torch.device("meta")`.
@@ -112,8 +117,10 @@ def source_of(text: str) -> ModelSource:
         )
     if ":" in text:
         return _function(text)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return _cached(text)
     raise ConfigError(
-        f"model: expected a preset, a Hugging Face config.json, or module:function, got {text!r}.{did_you_mean(name, names())} "
+        f"model: expected a preset, a Hugging Face config.json or model id, or module:function, got {text!r}.{did_you_mean(name, names())} "
         f"Presets: {', '.join(names())}."
     )
 
@@ -197,6 +204,50 @@ def _configuration(path: Path) -> ModelSource:
     return ModelSource(name, partial(_of_config, config), min(longest or 1024, 4096), text.vocab_size, shape, longest, notes)
 
 
+def _cached(model_id: str) -> ModelSource:
+    """A Hugging Face model by its id: its configuration as it lies in the local cache. Nothing is downloaded."""
+    _transformers(model_id)
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(model_id, "config.json")
+    if not isinstance(file, str):
+        raise ConfigError(
+            f"model: the configuration of {model_id!r} is not in the local cache of Hugging Face: download it with "
+            f"`hf download {model_id} config.json`, or give a config.json."
+        )
+    return replace(_configuration(Path(file)), name=model_id)
+
+
+def example_of(source: ModelSource, text: str) -> ModelSource:
+    """The same model, fed by `module:function`: a tensor, or a tuple or dictionary of arguments of one forward pass.
+
+    The function is called with the rows of a micro-batch where it takes an argument. What the model returns is its loss where that is
+    one number, or has a `loss`; else the mean of its first tensor stands in for one.
+    """
+    function = _imported("--example", text)
+    takes_rows = bool(inspect.signature(function).parameters)
+    note = f"batches are those of {text}" + ("" if takes_rows else ", which takes no number of rows: --micro-batch is not used")
+    return replace(
+        source,
+        example=function if takes_rows else lambda rows: function(),
+        default_seq=1,
+        max_seq=None,
+        notes=(*source.notes, note),
+    )
+
+
+def example_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Of a model that is fed by an example; see `example_of`."""
+    output = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    if isinstance(loss := getattr(output, "loss", None), Tensor):
+        return loss
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else (output,)
+    found = next((each for each in values if isinstance(each, Tensor) and each.is_floating_point()), None)
+    if found is None:
+        raise ConfigError(f"model: expected a tensor of floating point numbers from the example, got {type(output).__name__}.")
+    return found if found.ndim == 0 else found.float().mean()
+
+
 def _of_config(config: Any) -> nn.Module:
     """A causal language model of a Hugging Face configuration: attention by torch's own kernels, parameters in fp32."""
     transformers = _transformers(config.model_type)
@@ -221,11 +272,11 @@ def _transformers(name: str) -> Any:
         raise ConfigError(f"{name}: is built by the library transformers; install it with: pip install transformers") from error
 
 
-def _function(text: str) -> ModelSource:
-    """The user's own, found as Python finds modules, first in the working directory."""
+def _imported(what: str, text: str) -> Callable:
+    """`module:function`, found as Python finds modules, first in the working directory. what: the argument that names it."""
     module_name, _, name = text.partition(":")
     if not module_name or not name:
-        raise ConfigError(f"model: expected module:function, got {text!r}.")
+        raise ConfigError(f"{what}: expected module:function, got {text!r}.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -238,13 +289,19 @@ def _function(text: str) -> ModelSource:
             else first_line(error)
         )
         raise ConfigError(
-            f"model: cannot import {module_name!r} of {text!r}: {_at(error)}{what}. It is looked for in {here} and in the environment."
+            f"{what}: cannot import {module_name!r} of {text!r}: {_at(error)}{what}. It is looked for in {here} and in the environment."
         ) from error
     function = getattr(module, name, None)
     if not callable(function):
         callables = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ConfigError(f"model: {module_name} has no function {name!r}.{did_you_mean(name, callables)}")
-    with torch.device("meta"):  # what it tells of itself
+        raise ConfigError(f"{what}: {module_name} has no function {name!r}.{did_you_mean(name, callables)}")
+    return function
+
+
+def _function(text: str) -> ModelSource:
+    """The user's own model, and what it tells of itself."""
+    function = _imported("model", text)
+    with torch.device("meta"):
         model = ModelSource(text, function, 1024, 2).build()
     config = getattr(model, "config", None)
     found = [_first(config, known) for known in (

@@ -28,7 +28,7 @@ from ..memory.ledger import (
     SECONDARY,
     STAGING,
 )
-from .plan import ACTIVATIONS, Moment, Plan
+from .plan import ACTIVATIONS, Held, Moment, Phase, Plan
 from .request import Request, Verdict
 from .tables import Table, scale_of
 
@@ -38,6 +38,12 @@ COLOURS = {
     RESIDUALS: "#c08497", STAGING: "#c9a227", PARTIAL: "#d8846f", GATHERED: "#d98324", CHECKPOINTS: "#7fb8b2", ACTIVATIONS: "#1b7f79",
 }  # fmt: skip
 OTHER = "#bbbbbb"
+_BESIDE = {
+    "load": "",
+    "first step": "",
+    "step": "optimizer",
+    "save": "",
+}  # phases without visits of units, and what is at work in them
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .4rem; }
@@ -50,11 +56,18 @@ tr.total td { border-top: 1px solid #ccc; font-weight: 600; } img { max-width: 1
 
 
 def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
-    """A PNG of the device's memory over one step by category, with its end where that is near."""
+    """A PNG of the device's memory by category over one step, and before and after it, with the device's end where that is near.
+
+    Each visit of a unit is shown at its fullest moment, so that the picture's top is the plan's peak.
+    """
     from matplotlib.figure import Figure
 
-    steps = [Moment(phase.name, "optimizer", phase.held.get(Tier.DEVICE, {})) for phase in plan.phases if phase.name == "step"]
-    moments = [*plan.moments, *steps * 2]  # twice: as wide as a unit
+    beside = {phase.name: [Moment(phase.name, _BESIDE[phase.name], _held(phase, plan.separate))] * 2 for phase in plan.phases
+              if phase.name in _BESIDE}  # fmt: skip  # twice: as wide as a unit
+    ahead, behind = (
+        [each for name in names for each in beside.get(name, [])] for names in (("load", "first step"), ("step", "save"))
+    )
+    moments = [*ahead, *plan.moments, *behind]
     names = [name for name in COLOURS if any(name in moment.held for moment in moments)]
     names += sorted({name for moment in moments for name in moment.held} - set(COLOURS))
     peak = max((sum(moment.held.values()) for moment in moments), default=0) + request.hardware.overhead_nbytes
@@ -78,6 +91,15 @@ def draw_memory(plan: Plan, request: Request, path: str | Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False, reverse=True)
     figure.savefig(path, dpi=110)
+
+
+def _held(phase: Phase, separate: bool) -> Held:
+    """Bytes by category of the memory that computes."""
+    found: Held = {}
+    for tier in (Tier.DEVICE,) if separate else (Tier.DEVICE, Tier.HOST):
+        for name, nbytes in phase.held.get(tier, {}).items():
+            found[name] = found.get(name, 0) + nbytes
+    return found
 
 
 def _mark_phases(axis: Any, moments: Sequence[Moment]) -> None:

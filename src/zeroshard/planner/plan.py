@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from ..config import Config, Tier
+from ..errors import ConfigError, did_you_mean
 from ..measure.report import Report
+from ..simulator.hardware import Hardware
 from ..simulator.trace import Trace
 
 PHASES = ("load", "first step", "forward", "backward", "step", "save")
@@ -34,20 +37,26 @@ class Phase:
 
 @dataclass(frozen=True)
 class Moment:
-    """What the device (on a CPU: the host) holds at one moment of the second step, and where in the model it is."""
+    """The visit of one unit of the model in the second step.
+
+    held: bytes by category when the device is fullest during the visit, of device and host together where they are one memory.
+    left: bytes by category of the device when the visit ends.
+    """
 
     phase: str
     unit: str
     held: Held
+    left: Held = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """Of one rank.
+    """Of one rank. `print(plan)` shows the verdict and a page of numbers, `print(plan.table())` all of them.
 
     axes: ranks along each axis of the mesh. trace: of the second step. report: the runtime's own, after it. sent: bytes that this
     rank sends in a step, by axis. activations: bytes that a micro-batch keeps for backward, by unit. units: elements of their parameters,
     each rounded up as it lies in a flat buffer, whatever the number of ranks; of the whole model, but for a stage of a pipeline.
+    hardware: what it is judged by, None: none was named. batch: (rows, seq) of a micro-batch; None: a function made it.
     """
 
     model: str
@@ -65,6 +74,8 @@ class Plan:
     sent: dict[str, int]
     activations: dict[str, int] = field(default_factory=dict)
     units: dict[str, int] = field(default_factory=dict)
+    hardware: Hardware | None = None
+    batch: tuple[int, int] | None = None
 
     @property
     def ranks(self) -> int:
@@ -73,7 +84,29 @@ class Plan:
             size *= each
         return size
 
-    def peak(self, tier: Tier, phases: Iterable[str] = PHASES) -> int:
-        """Bytes at the fullest moment of these phases."""
-        chosen = set(phases)
+    def peak(self, tier: Tier | str, phases: Iterable[str] = PHASES) -> int:
+        """Bytes at the fullest moment of these phases.
+
+        tier: one of zs.Tier, or its value: "device", "host", "disk". phases: of PHASES. Raises ConfigError for anything else.
+        """
+        tiers, chosen = [each.value for each in Tier], {phases} if isinstance(phases, str) else set(phases)
+        if not isinstance(tier, Tier):
+            if tier not in tiers:
+                raise ConfigError(
+                    f"tier: expected one of {', '.join(tiers)}, or a zs.Tier, got {tier!r}.{did_you_mean(str(tier), tiers)}"
+                )
+            tier = Tier(tier)
+        if unknown := chosen - set(PHASES):
+            name = min(map(str, unknown))
+            raise ConfigError(f"phases: expected some of {', '.join(PHASES)}, got {name!r}.{did_you_mean(name, PHASES)}")
         return max((phase.nbytes(tier) for phase in self.phases if phase.name in chosen), default=0)
+
+    def table(self) -> str:
+        """All numbers as text: memory by category and phase, what is sent, and what each unit keeps for backward."""
+        return import_module(".tables", __package__).full(self)  # which is made of plans: imported when one is printed
+
+    def __str__(self) -> str:
+        return import_module(".tables", __package__).page(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.model}, rank {self.rank} of {self.ranks:,}: {self.peak(Tier.DEVICE):,} bytes of the device; print it for more>"

@@ -31,6 +31,8 @@ _LINKS = {
 }  # fmt: skip
 # of time.monotonic(): later, a dry run ends with OutOfTime
 deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
+# is told where a dry run, a search or a simulation is, for a line of progress
+telling: ContextVar[Callable[[str], None] | None] = ContextVar("telling", default=None)
 
 
 class Recorder(Watcher):
@@ -67,8 +69,10 @@ class Recorder(Watcher):
         """The rank has come to a unit of the model."""
         if (unit, backward) != (self.unit, self.backward):
             self.flush()
-            self.moments.append(Moment(self.meter.phase, self.unit, self.meter.held(Tier.DEVICE)))
+            self.moments.append(Moment(self.meter.phase, self.unit, self.meter.stretch(), self.meter.held(Tier.DEVICE)))
             self.unit, self.backward = unit, backward
+            if (tell := telling.get()) is not None:
+                tell(f"dry run of rank {self.trace.rank}: {self.meter.phase}, {unit or 'whole model'}")
             self.meter.phase = "backward" if backward and self.phase == "forward" else self.phase
 
     def computed(self) -> None:
@@ -86,6 +90,7 @@ class Recorder(Watcher):
         self._before = self.trace.tasks
         self.trace, self._last, self._joined, self.moments, self.forward_flops = trace, (), set(), [], 0.0
         self.meter.begin()
+        self.meter.stretch()
         self._began += 1
 
     def end(self) -> None:

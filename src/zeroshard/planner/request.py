@@ -7,14 +7,15 @@ micro-batches under way, and of the last, which has the logits.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import Config, Tier
 from ..errors import ConfigError
 from ..simulator.hardware import Hardware
+from ..simulator.simulate import Simulation, simulate
 from ..simulator.trace import Trace
-from .model_source import ModelSource
+from .model_source import ModelSource, example_loss
 from .plan import Held, Plan
 
 GIB = 1 << 30
@@ -67,12 +68,20 @@ class Request:
             raise ConfigError(
                 f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
             )
-        self.source.batch(1, self.seq)  # not longer than it can read
-        return plan(
-            self.source.build, axes=self.axes, batch=(self.rows, self.seq), micro_batches=self.micro_batches, name=self.source.name,
+        example, batch, loss = self.source.example, (self.rows, self.seq), None
+        if example is None:
+            self.source.batch(1, self.seq)  # not longer than it can read
+        else:
+            batch, loss = (lambda: example(self.rows)), example_loss
+        made = plan(
+            self.source.build, axes=self.axes, batch=batch, loss=loss, micro_batches=self.micro_batches, name=self.source.name,
             rank=stage * self.axes["dp"] * tp, node_size=self.ranks_of_node if self.ranks > self.ranks_of_node else None,
-            separate=self.hardware.separate, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
+            hardware=self.hardware, checkpointing=self.checkpointing, parallel=self.parallel, **self.options,
         )  # fmt: skip
+        if example is not None:  # a sample is what a token is elsewhere
+            made.trace.tokens = self.rows * self.micro_batches
+            made = replace(made, tokens=made.trace.tokens)
+        return made
 
     def plans(self) -> list[Plan]:
         """Of the ranks that may be fullest."""
@@ -83,6 +92,10 @@ class Request:
         made = {plan.rank: plan.trace for plan in known}
         ranks_of_stage = self.axes["dp"] * self.axes["tp"]
         return [made.get(n * ranks_of_stage) or self.plan(n).trace for n in range(self.axes["pp"])]
+
+    def simulated(self, known: Iterable[Plan] = (), utilisation: float = 1.0, latency_s: float | None = None) -> Simulation:
+        """A step on the hardware: what `zeroshard simulate` and `zeroshard plan --auto` say of it. known: as of `traces`."""
+        return simulate(self.traces(known), self.hardware, utilisation, latency_s)
 
 
 @dataclass(frozen=True)
@@ -123,13 +136,18 @@ class Verdict:
 
 def judge(plans: Sequence[Plan], request: Request) -> Verdict:
     """By the rank and the memory that are fullest, relative to what there is."""
-    found = [each for plan in plans for each in _fullest(plan, request)]
+    found = [each for plan in plans for each in _fullest(plan, request.hardware, request.ranks_of_node)]
     return max(found, key=lambda each: each.used / each.capacity)
 
 
-def _fullest(plan: Plan, request: Request) -> Iterable[Verdict]:
-    """Of one rank, each memory that it uses."""
-    hardware, ranks = request.hardware, request.ranks_of_node
+def judge_alone(plan: Plan, hardware: Hardware) -> Verdict:
+    """The verdict on one rank on this hardware, in nodes as they were planned."""
+    ranks = min(plan.ranks, plan.trace.node_size)
+    return max(_fullest(plan, hardware, ranks), key=lambda each: each.used / each.capacity)
+
+
+def _fullest(plan: Plan, hardware: Hardware, ranks: int) -> Iterable[Verdict]:
+    """Of one rank, each memory that it uses. ranks: of a node."""
     device = {Tier.DEVICE} if plan.separate else {Tier.DEVICE, Tier.HOST}  # one memory
     for tier in Tier:
         alike = device if tier in device else {tier}

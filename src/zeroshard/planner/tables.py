@@ -1,4 +1,4 @@
-"""What a plan says, as tables of text: for a terminal and for a page. Bytes of one rank."""
+"""What a plan says, as text: a page with the verdict first (`page`), and tables with all numbers. Bytes are those of one rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from dataclasses import dataclass
 
 from ..config import Tier
+from ..simulator.hardware import NAMES, Hardware
 from ..simulator.trace import Resource, Task
 from .plan import PHASES, Plan
-from .request import Request, Verdict, gb
+from .request import Request, Verdict, gb, gib, judge_alone
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 LINKS = {
@@ -16,6 +17,7 @@ LINKS = {
     Resource.READ: "disk -> host", Resource.WRITE: "host -> disk",
 }  # fmt: skip
 _MOST = 8  # rows of activations
+_PAGE = 5  # categories of a tier that a page shows by name
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,29 @@ class Table:
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def __str__(self) -> str:
+        """In columns: the first to the left, the others to the right."""
+        columns = list(zip(self.header, *self.rows, strict=True))
+        widths = [max(map(len, column)) for column in columns]
+        lines = []
+        for row in (self.header, *self.rows):
+            cells = (
+                cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([self.title, *lines] if self.title else lines)
+
 
 def scale_of(nbytes: float) -> tuple[int, str]:
     """(bytes, name) of the unit in which this has two digits before the point, or more."""
     return next((unit for unit in UNITS if nbytes >= 10 * unit[0]), UNITS[-1] if nbytes < 10 * UNITS[1][0] else UNITS[1])
 
 
-def memory(plan: Plan, request: Request) -> Table:
-    """A row per tier and category, a column per phase; each phase at its fullest moment, of each tier by itself."""
+def memory(plan: Plan, most: int | None = None) -> Table:
+    """A row per tier and category, a column per phase; each phase at its fullest moment, of each tier by itself.
+
+    most: categories of a tier by name, the largest; the others are one row.
+    """
     peak = max(plan.peak(tier) for tier in Tier)
     unit, name = scale_of(peak)
     phases = sorted(plan.phases, key=lambda phase: PHASES.index(phase.name))
@@ -42,7 +59,7 @@ def memory(plan: Plan, request: Request) -> Table:
         return [f"{n / unit:,.2f}" if n else "" for n in amounts]
 
     rows: list[tuple[str, ...]] = []
-    hardware = request.hardware
+    hardware, ranks = plan.hardware, min(plan.ranks, plan.trace.node_size)
     for tier in Tier:
         amounts: dict[str, list[int]] = {}
         for place, phase in enumerate(phases):
@@ -51,16 +68,22 @@ def memory(plan: Plan, request: Request) -> Table:
         if not amounts:
             continue
         where = tier.value if plan.separate or tier is not Tier.DEVICE else "memory"
-        rows += [(f"{where}: {each}", *cells(found)) for each, found in sorted(amounts.items(), key=lambda item: -max(item[1]))]
+        named = sorted(amounts.items(), key=lambda item: -max(item[1]))
+        if most is not None and len(named) > most + 1:
+            named = [
+                *named[:most],
+                ("others", [sum(column) for column in zip(*(found for _, found in named[most:]), strict=True)]),
+            ]
+        rows += [(f"{where}: {each}", *cells(found)) for each, found in named]
         rows.append((f"{where}: total", *cells([phase.nbytes(tier) for phase in phases])))
+        if hardware is None:
+            continue
         if tier is Tier.DEVICE:
             rows.append((f"{where}: the device's overhead", *cells([hardware.overhead_nbytes] * len(phases))))
             rows.append((f"{where}: there is", *cells([hardware.device.memory_nbytes] * len(phases))))
         else:
             there = hardware.host_memory_nbytes if tier is Tier.HOST else hardware.disk_nbytes
-            rows.append(
-                (f"{where}: there is, a rank of {request.ranks_of_node}", *cells([there // request.ranks_of_node] * len(phases)))
-            )
+            rows.append((f"{where}: there is, a rank of {ranks}", *cells([there // ranks] * len(phases))))
     return Table(f"Memory of rank {plan.rank} of {plan.ranks:,}, {name}", ("", *(phase.name for phase in phases)), tuple(rows))
 
 
@@ -113,14 +136,77 @@ def activations(plan: Plan) -> Table:
 
 def headline(request: Request, verdict: Verdict) -> str:
     """All that matters on one line."""
-    plan, config = verdict.plan, request.config
-    axes = ", ".join(f"{axis}={size}" for axis, size in request.axes.items() if size > 1)
-    mesh = f" ({axes})" if request.ranks > request.axes["dp"] else ""
-    batch = f"{request.micro_batches} x {request.rows} x {request.seq:,} tokens"
-    return (
-        f"{plan.model} ({count(plan.num_parameters)} parameters) on {request.ranks:,} {request.hardware.name}{mesh}, stage "
-        f"{config.stage}, {config.precision}, {batch} a rank: {verdict}; sends {gb(sum(plan.sent.values()))} GB a step"
+    return f"{run_of(verdict.plan)}: {verdict}; {_sends(verdict.plan)}"
+
+
+def run_of(plan: Plan) -> str:
+    """What was planned: model, ranks, stage, precision and batch."""
+    axes = ", ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
+    mesh = f" ({axes})" if plan.ranks > plan.axes.get("dp", 1) else ""
+    shape = (
+        f"{plan.batch[0]} x {plan.batch[1]:,} tokens"
+        if plan.batch is not None
+        else f"{plan.tokens // plan.micro_batches:,} samples"
     )
+    where = "ranks" if plan.hardware is None else plan.hardware.name
+    return (
+        f"{plan.model} ({count(plan.num_parameters)} parameters) on {plan.ranks:,} {where}{mesh}, stage {plan.config.stage}, "
+        f"{plan.config.precision}, {plan.micro_batches} x {shape} a rank"
+    )
+
+
+def _sends(plan: Plan) -> str:
+    return f"sends {gb(sum(plan.sent.values()))} GB a step"
+
+
+def page(plan: Plan, verdict: Verdict | None = None) -> str:
+    """The verdict, what was planned, and about 20 lines of numbers. verdict: where it is not this rank's alone."""
+    found = verdict or (judge_alone(plan, plan.hardware) if plan.hardware is not None else None)
+    first = f"{found}{_unit_of(plan, found.phase)}" if found is not None else _where_it_fits(plan)
+    sent = [f"{axis} {gb(nbytes)}" for axis, nbytes in plan.sent.items() if nbytes]
+    moved = {
+        way: plan.trace.total(resource) for resource, way in LINKS.items() if resource not in (Resource.INSIDE, Resource.BETWEEN)
+    }
+    copied = [f"{way} {gb(nbytes)}" for way, nbytes in moved.items() if nbytes]
+    kept = activations(plan)
+    largest = ", ".join(f"{unit} {together} {_unit_name(kept)}" for unit, _, _, together in kept.rows[:3] if unit != "all")
+    lines = [
+        first,
+        run_of(plan),
+        "",
+        str(memory(plan, _PAGE)),
+        "",
+        f"Sends in a step, GB: {', '.join(sent) or 'nothing'}" + f"; copies: {', '.join(copied)}" * bool(copied),
+        f"Keeps for backward, of a micro-batch: {largest or 'nothing'}",
+    ]
+    return "\n".join(lines)
+
+
+def _unit_name(table: Table) -> str:
+    return table.title.rpartition(" ")[2]
+
+
+def _unit_of(plan: Plan, phase: str) -> str:
+    """ ", at blocks.3": the unit of the model during whose visit the device was fullest in this phase."""
+    visits = [each for each in plan.moments if each.phase == phase]
+    fullest = max(visits, key=lambda each: sum(each.held.values()), default=None)
+    return f", at {fullest.unit}" if fullest is not None and fullest.unit else ""
+
+
+def _where_it_fits(plan: Plan) -> str:
+    """Of a plan without hardware: what it needs of a device, and on which known hardware that is there."""
+    phase = max(plan.phases, key=lambda each: each.nbytes(Tier.DEVICE))
+    known = [each for each in map(Hardware.named, NAMES) if each.separate == plan.separate]
+    fits = [each.name for each in known if judge_alone(plan, each).fits]
+    short = [each.name for each in known if each.name not in fits]
+    said = [f"fits {', '.join(fits)}"] * bool(fits) + [f"does not fit {', '.join(short)}"] * bool(short)
+    needs = f"needs {gib(phase.nbytes(Tier.DEVICE))} GiB of a device, fullest in {phase.name}{_unit_of(plan, phase.name)}"
+    return f"{needs}; {'; '.join(said)} (no hardware was given: zs.plan(..., hardware={NAMES[0]!r}))"
+
+
+def full(plan: Plan) -> str:
+    """All tables, one below the other."""
+    return "\n\n".join(map(str, (memory(plan), communication(plan), activations(plan))))
 
 
 def count(number: int) -> str:

@@ -127,7 +127,7 @@ def flags(before: Request, after: Request) -> str:
     if "checkpointing" in found:
         named = {"partition": "--partition-activations", "offload": "--offload-activations cpu"}
         words += [named[name] for name in kept if name not in before_kept] or ["--checkpoint-activations"]
-    words += [f"--batch {after.rows}"] * (after.rows != before.rows)
+    words += [f"--micro-batch {after.rows}"] * (after.rows != before.rows)
     words += [f"--accumulate {after.micro_batches}"] * (after.micro_batches != before.micro_batches)
     words += [f"--ranks {after.ranks}"] * (after.ranks != before.ranks)
     if "axes" in found and after.ranks > after.axes["dp"]:

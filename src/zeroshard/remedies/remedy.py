@@ -20,7 +20,7 @@ from ..config import Tier
 from ..errors import ConfigError
 from ..planner.faults import OutOfTime
 from ..planner.plan import Plan
-from ..planner.recorder import deadline
+from ..planner.recorder import deadline, telling
 from ..planner.request import Request, Verdict, gb, gib, judge
 from ..search.layout import Layout
 from ..search.memory import activations, in_flight, memory_of
@@ -28,6 +28,7 @@ from ..search.requested import layout_of, profile_of
 from ..search.schedule import trace_of
 from ..search.search import bound, plainness, timed
 from ..simulator.simulate import simulate
+from ..simulator.spread import two_digits
 from ..simulator.trace import Resource, Trace
 from .changes import KINDS, changes, flags
 
@@ -175,6 +176,8 @@ def _fitting(formulas: _Formulas, until: float) -> list[_Choice]:
             for request in _changed(formulas.request, chosen):
                 if time.monotonic() > until:
                     return found
+                if (tell := telling.get()) is not None:
+                    tell(f"looking for changes that make it fit: {len(found)} by formula so far")
                 named = changes(formulas.request, request)
                 # most rows come first
                 made = frozenset((name, "fewer" if name == "rows" else str(value)) for name, value in named.items())
@@ -279,7 +282,7 @@ class _Step:
 
 def _cost(old: _Step, new: _Step) -> str:
     """What a step does more, in words."""
-    said = [f"{new.seconds:.3g} s a step, not {old.seconds:.3g}"]
+    said = [f"{two_digits(new.seconds)} s a step, not {two_digits(old.seconds)}"]
     sent = [sum(step.trace.total(link) for link in _LINKS) for step in (old, new)]
     if sent[1] > _LOADED * sent[0]:
         said.append(f"sends {gb(sent[1])} GB a step, not {gb(sent[0])}")

@@ -1,10 +1,12 @@
 """The search for the layout that trains fastest within memory: `zeroshard plan --auto`.
 
-    all layouts --memory_of--> those that fit --a closed bound of their time--> in its order: simulated --verify--> the fastest
+    all layouts --memory_of--> those that fit --a closed bound of their time--> in its order: schedules by formula, simulated
+                --> the fastest few kinds: dry runs, simulated again --> the fastest
 
 The bound of a layout is what its computation, or its busiest link, takes at the least; the simulator is asked in the order of the
-bounds until no other can be faster, or `_MOST_SIMULATED` have been. Among layouts within 2% of the fastest the plainest is taken: what
-rests on the device before what is offloaded, data parallelism before other axes, lower stages before higher ones.
+bounds until no other can be faster, or `_MOST_SIMULATED` have been. Schedules by formula rank layouts. The seconds that are reported
+are those of dry runs, as `zeroshard simulate` reports them for the same layout. Among layouts within 2% of the fastest the plainest
+is taken: what rests on the device before what is offloaded, data parallelism before other axes, lower stages before higher ones.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from ..config import STAGES, Placement, Tier
 from ..errors import ConfigError, did_you_mean
 from ..memory.ledger import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..planner.plan import Plan
+from ..planner.recorder import telling
 from ..planner.request import gb
 from ..simulator.hardware import Hardware, resource_seconds
 from ..simulator.simulate import Simulation, simulate
+from ..simulator.spread import seconds_with_spread
 from ..simulator.trace import Resource, Task, Trace
 from .layout import Layout, Volumes, exchange
 from .memory import Sizes, memory_of
@@ -31,6 +35,7 @@ from .schedule import trace_of
 
 MARGIN = 0.1  # of the device's memory, for what the formulas leave out: holes between blocks, temporaries
 _MOST_SIMULATED, _MOST_TASKS = 96, 3000
+_CONFIRMED = 3  # kinds of layouts whose dry runs are simulated
 _LARGE_UNIT = 0.05  # of the device's memory: blocks that take more when they are gathered may be split
 _EQUAL = 1.02  # times within this factor are taken to be the same
 
@@ -45,7 +50,10 @@ TIERS: dict[int, tuple[tuple[Tier, Tier, Tier], ...]] = {  # stage -> where opti
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits. step_s: of a step of the whole batch. memory: of its fullest rank, by tier and category."""
+    """A layout that fits. step_s: of a step of the whole batch. memory: of its fullest rank, by tier and category.
+
+    by_formula: seconds and memory are those of formulas; else those of a dry run.
+    """
 
     layout: Layout
     step_s: float
@@ -53,6 +61,7 @@ class Candidate:
     tokens_per_s: float  # of all
     bound: str  # what bounds the step, a sentence
     memory: Mapping[Tier, Mapping[str, int]]
+    by_formula: bool = True
 
     def nbytes(self, tier: Tier = Tier.DEVICE) -> int:
         return sum(self.memory.get(tier, {}).values())
@@ -85,6 +94,7 @@ def search(
     lossy: bool = False,
     margin: float = MARGIN,
     verify: Callable[[Layout], Plan] | None = None,
+    simulated: Callable[[Layout], Simulation] | None = None,
 ) -> Found:
     """The fastest layout that fits, and the runner-up.
 
@@ -93,7 +103,8 @@ def search(
         fixed: fields of Layout that are given, and not searched ({"tp": 1, "pp": 1}).
         lossy: also what changes results: parameters and gradients that travel packed.
         margin: this share of the device's memory stays free of what the formulas count.
-        verify: makes a dry run of a layout (`zs.plan`); the fastest that fits by it is taken.
+        verify: makes a dry run of a layout (`zs.plan`), of the fullest rank; what does not fit by it is left out.
+        simulated: simulates the dry run of a layout that was verified; without it seconds are those of formulas.
 
     Raises ConfigError where the numbers divide in no way, or nothing fits, which says by how much.
     """
@@ -105,6 +116,8 @@ def search(
     stages_that_fit: set[int] = set()
     for layout in _layouts(profile, hardware, devices, global_batch, precision, fixed or {}, lossy):
         counts["layouts"] += 1
+        if counts["layouts"] % 1000 == 0:
+            _tell(f"{counts['layouts']:,} layouts looked at, {counts['fit']:,} fit by formula")
         excess = _excess(profile, layout, limits)
         if excess > 1:
             shortest = min(shortest, (excess, layout), key=lambda pair: pair[0])
@@ -117,11 +130,17 @@ def search(
     if not fitting:
         raise ConfigError(_too_large(profile, hardware, shortest, limits))
     ranked = _simulated(profile, hardware, sorted(fitting, key=lambda pair: pair[0]), counts)
-    ranked = _verified(ranked, verify, limits, counts)
+    if verify is not None:
+        ranked = _confirmed(ranked, verify, simulated, limits, counts)
     best = ranked[0]
     runner_up = next((each for each in ranked[1:] if _kind(each.layout) != _kind(best.layout)), None)
     reason = _reason(profile, hardware, best, runner_up, limits)
     return Found(best, runner_up, reason, dict(counts), profile, hardware, global_batch)
+
+
+def _tell(text: str) -> None:
+    if (tell := telling.get()) is not None:
+        tell(text)
 
 
 def _check(profile: Profile, devices: int, global_batch: int, fixed: Mapping[str, Any], margin: float) -> None:
@@ -192,7 +211,10 @@ def _variants(
             extras = _between_nodes(stage, several, inside, lossy)
             for extra in extras + [{**extra, "max_unit_numel": split} for extra in extras if split and stage == 3]:
                 given = {**common, **states, **extra, **fixed}
-                if all(given[name] == value for name, value in (common | states).items()):
+                # what a fixed field brings and zs.shard refuses: secondary shards need two hops and no groups, both divide dp
+                refused = given.get("hpz", 1) > 1 and (given.get("shard_size") is not None or given.get("hops") == "one")
+                refused = refused or bool(dp % given.get("hpz", 1) or dp % (given.get("shard_size") or 1))
+                if not refused and all(given[name] == value for name, value in (common | states).items()):
                     yield Layout(**given)
 
 
@@ -336,10 +358,17 @@ def _simulated(
         if counts["simulated"] == _MOST_SIMULATED or (least > best * _EQUAL and second < math.inf and least > second):
             break
         counts["simulated"] += 1
+        _tell(
+            f"{counts['fit']:,} of {counts['layouts']:,} layouts fit by formula; simulated {counts['simulated']}, the best {best:.2g} s a step"
+        )
         found.append(_candidate(profile, layout, hardware))
         fastest = min(found, key=lambda each: each.step_s)
         best = fastest.step_s
         second = min((each.step_s for each in found if _kind(each.layout) != _kind(fastest.layout)), default=math.inf)
+    return _in_order(found)
+
+
+def _in_order(found: list[Candidate]) -> list[Candidate]:
     best = min(each.step_s for each in found)
 
     def order(each: Candidate) -> tuple:
@@ -373,22 +402,42 @@ def plainness(layout: Layout) -> tuple:
     )
 
 
-def _verified(
-    ranked: list[Candidate], verify: Callable[[Layout], Plan] | None, limits: Mapping[Tier, float], counts: Counter[str]
-) -> list[Candidate]:  # fmt: skip
-    """Without those at the front of which a dry run says that they do not fit. Raises ConfigError where none is left."""
-    while verify is not None and ranked:
+def _confirmed(
+    ranked: list[Candidate],
+    verify: Callable[[Layout], Plan],
+    simulated: Callable[[Layout], Simulation] | None,
+    limits: Mapping[Tier, float],
+    counts: Counter[str],
+) -> list[Candidate]:
+    """The fastest kinds that fit by dry runs, with the seconds and the memory of these, in order. Raises ConfigError where none fits."""
+    found: list[Candidate] = []
+    kinds: set[tuple] = set()
+    for each in ranked:
+        if len(found) == _CONFIRMED:
+            break
+        if _kind(each.layout) in kinds:  # the same way with another micro-batch: slower by formula
+            continue
         counts["verified"] += 1
-        plan = verify(ranked[0].layout)
-        if all(plan.peak(tier) <= limit for tier, limit in limits.items()):
-            return ranked
-        counts["refused"] += 1
-        ranked = ranked[1:]
-    if not ranked:
+        _tell(f"dry run of {each.layout}")
+        plan = verify(each.layout)
+        if any(plan.peak(tier) > limit for tier, limit in limits.items()):
+            counts["refused"] += 1
+            continue
+        kinds.add(_kind(each.layout))
+        found.append(each if simulated is None else _by_dry_run(each, plan, simulated(each.layout)))
+    if not found:
         raise ConfigError(
             f"none of the {counts['verified']} fastest layouts fits by its dry run: use more devices, or a smaller batch."
         )
-    return ranked
+    return _in_order(found)
+
+
+def _by_dry_run(each: Candidate, plan: Plan, done: Simulation) -> Candidate:
+    fullest = max(plan.phases, key=lambda phase: phase.nbytes(Tier.DEVICE))
+    return replace(
+        each, step_s=done.step_s, tflops=done.tflops, tokens_per_s=done.tokens_per_s, bound=done.bound, memory=fullest.held,
+        by_formula=False,
+    )  # fmt: skip
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------
@@ -404,7 +453,8 @@ def _reason(
     """Why it is this one: what plainer ones lack, and what the runner-up costs."""
     layout = best.layout
     room = _gb(limits[Tier.DEVICE])
-    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {best.step_s:.3g} s a step."]
+    seconds = seconds_with_spread(best.step_s, hardware.spread)
+    sentences = [f"{layout} takes {_gb(best.nbytes())} of the {room} that a device has for it, {seconds} s a step."]
     lower = _without(layout)
     if lower is not None:
         needed = max(sum(memory_of(profile, lower, stage)[Tier.DEVICE].values()) for stage in {0, layout.pp - 1})
@@ -412,14 +462,14 @@ def _reason(
         if needed > limits[Tier.DEVICE]:
             sentences.append(f"{what} would need {_gb(needed)}.")
         else:
-            slower = timed(profile, lower, hardware)[0] / best.step_s - 1
+            slower = timed(profile, lower, hardware)[0] / timed(profile, layout, hardware)[0] - 1
             sentences.append(
                 f"{what} would fit too, " + (f"and take {slower:.0%} longer." if slower > 0.005 else "and send the same.")
             )
     sentences.append(f"It is {best.bound.partition(';')[0]}.")
     if runner_up is not None:
         slower = runner_up.step_s / best.step_s - 1
-        cost = f"takes {slower:.1%} longer" if slower >= 0.0005 else "is as fast, and less plain"
+        cost = f"takes {slower:.0%} longer" if slower >= 0.005 else "is as fast, and less plain"
         sentences.append(f"The runner-up, {runner_up.layout}, {cost}.")
     return " ".join(sentences)
 

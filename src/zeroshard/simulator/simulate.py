@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from ..errors import ConfigError
 from .hardware import Hardware, resource_seconds, seconds
+from .spread import two_digits
 from .trace import Resource, Task, Trace
 
 COMPUTES = (Resource.DEVICE, Resource.HOST)
@@ -71,7 +72,7 @@ class Simulation:
         all_of_it, by_most, exposed = (s / self.step_s for s in (self.critical[resource], kinds[most], self.exposed_s))
         return (
             f"bound by {SAYS[resource]}: {all_of_it:.0%} of the step, {by_most:.0%} by {most!r}; "
-            f"{1e3 * self.exposed_s:.4g} ms ({exposed:.0%}) of communication and copies are not hidden"
+            f"{two_digits(1e3 * self.exposed_s)} ms ({exposed:.0%}) of communication and copies are not hidden"
         )
 
 

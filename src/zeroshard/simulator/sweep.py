@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..errors import ConfigError
 from .hardware import Hardware
 from .simulate import simulate
+from .spread import two_digits
 from .trace import Trace
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ class Sweep:
             latency = "" if s.latency_s is None else f"{_US * s.latency_s:g} us"
             table.add_row(
                 f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency,
-                f"{1e3 * row.step_s:,.5g} ms", f"{row.tflops:.4g}", f"{row.tokens_per_s:,.0f}",
-                f"{row.speedup:,.4g} of {row.ideal:,.4g}", f"{row.efficiency:.0%}", end_section=row is self.curves[s][-1],
+                f"{two_digits(1e3 * row.step_s)} ms", two_digits(row.tflops), two_digits(row.tokens_per_s),
+                f"{two_digits(row.speedup)} of {row.ideal:,.4g}", f"{row.efficiency:.0%}", end_section=row is self.curves[s][-1],
             )  # fmt: skip
         return table
 

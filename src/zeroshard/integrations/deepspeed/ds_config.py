@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...config import PLAN, cuts_model, planned_otherwise
+from ...config import SECTION, cuts_model, planned_otherwise
 from .config_keys import KEYS, Treatment, keys_of
 from .sections import (
     CommsLoggerConfig,
@@ -190,11 +190,11 @@ class DeepSpeedConfig:
 
     def _planned_options(self, given: dict[str, Any], path: object) -> dict[str, Any]:
         """Options of zs.shard in the section that `zeroshard plan --auto` writes, which is taken out: it is not DeepSpeed's."""
-        plan = {"mesh": {}, **_section(given, PLAN)}
-        given.pop(PLAN, None)
+        plan = {"mesh": {}, **_section(given, SECTION)}
+        given.pop(SECTION, None)
         if cuts_model(plan):
             raise DeepSpeedConfigError(
-                f"{PLAN}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
+                f"{SECTION}.mesh = {plan['mesh']}: the engine has data parallelism alone. Give the file to zs.parallelize or `zeroshard train`, "
                 "or plan for data parallelism alone."
             )
         otherwise = planned_otherwise(path, plan, {"dp": self.world_size}) if plan["mesh"] else ""
@@ -202,7 +202,7 @@ class DeepSpeedConfig:
         if otherwise and all(given.get(name) is not None for name in batches):  # of so many ranks and no others
             raise DeepSpeedConfigError(f"{otherwise}, or leave out {batches[0]}.")
         self.notes += [otherwise] if otherwise else []
-        return dict(_section(plan, "shard", within=PLAN))
+        return dict(_section(plan, "shard", within=SECTION))
 
     def _read_plain(self, given: Mapping[str, Any]) -> None:
         """Keys at the top that are one value."""

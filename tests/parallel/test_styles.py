@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: two ranks compute what one process computes, send what the formula says, and refuse what can not be."""
+"""Styles of tensor parallelism: two ranks compute what one process computes, send what the formula says, and refuse what can not be."""
 
 import copy
 from collections import Counter
@@ -12,7 +12,7 @@ import zeroshard as zs
 from zeroshard import ConfigError, ZeroshardError
 from zeroshard.launch import run_processes
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.parallel.plans import Plan, divides, plan_for
+from zeroshard.parallel.styles import ParallelStyles, divides, styles_for
 from zeroshard.parallel.tensor_parallel import apply
 from zeroshard.testing import run_threads
 
@@ -51,7 +51,7 @@ def test_what_is_sent(outcomes, model):
     assert Counter(both) == Counter(halves) + Counter(halves) + Counter(both_ends) + Counter(all_reduce=2)
 
 
-# ----------------------------------------------------------------------------------- plans, without processes
+# ----------------------------------------------------------------------------------- styles, without processes
 
 
 @pytest.fixture
@@ -71,24 +71,26 @@ def axis():
 
 
 def test_a_models_own_plan_and_ours_say_the_same():
-    own = plan_for(llama())
+    own = styles_for(llama())
     other = llama()
     other.config.base_model_tp_plan = None
     type(other)._tp_plan, kept = None, type(other)._tp_plan
     try:
-        assert plan_for(other) == own
+        assert styles_for(other) == own
     finally:
         type(other)._tp_plan = kept
-    assert own.styles["model.layers.1.self_attn.q_proj"] == "colwise" and own.styles["model.layers.0.mlp.down_proj"] == "rowwise"
-    assert own.styles["model.embed_tokens"] == "embedding_rowwise" and own.styles[own.head] == "colwise_gather_output"
+    assert (
+        own.by_name["model.layers.1.self_attn.q_proj"] == "colwise" and own.by_name["model.layers.0.mlp.down_proj"] == "rowwise"
+    )
+    assert own.by_name["model.embed_tokens"] == "embedding_rowwise" and own.by_name[own.head] == "colwise_gather_output"
 
 
 def test_tables_name_everything_that_is_large():
-    """What a family's plan leaves whole is small: norms, biases, positions, routers, poolers' maps."""
+    """What a family's styles leave whole is small: norms, biases, positions, routers, poolers' maps."""
     known = {mixtral: ["gate"], gpt2: ["wpe"], bert: ["position", "token_type", "transform"], t5: [], gpt: ["position"]}
     for build, whole in known.items():
         model = build()
-        styles = plan_for(model).styles
+        styles = styles_for(model).by_name
         for name, param in model.named_parameters():
             owner = name.rpartition(".")[0]
             if param.ndim > 1 and name not in styles and owner not in styles:
@@ -122,7 +124,7 @@ def test_what_stands_for_a_module_of_another_stage_is_passed_over(axis):
     apply(model, mesh, sequence_parallel=True)
     ours = gpt()
     ours.embedding, ours.head = nn.Identity(), nn.Identity()
-    assert plan_for(apply(ours, mesh)).head is None
+    assert styles_for(apply(ours, mesh)).head is None
     assert hasattr(model.model.layers[0].self_attn.q_proj.weight, "placements")
     assert not hasattr(model.model.norm.weight, "placements")
 
@@ -139,10 +141,10 @@ def test_a_plan_of_ones_own_goes_on_top(axis):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    plan = plan_for(model, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    apply(model, axis(2), plan)
+    styles = styles_for(model, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    apply(model, axis(2), styles)
     assert model[0].weight._local_tensor.shape == (6, 8) and model[2].weight._local_tensor.shape == (8, 6)
-    assert "model.layers.0.mlp.up_proj" not in plan_for(llama(), {"model.layers.*.mlp.*_proj": None}).styles
+    assert "model.layers.0.mlp.up_proj" not in styles_for(llama(), {"model.layers.*.mlp.*_proj": None}).by_name
 
 
 def test_one_rank_changes_nothing(axis):
@@ -159,20 +161,20 @@ WRONG = {
     "tp=3 does not divide the 4 attention heads of LlamaForCausalLM: tp=2 does": (llama, 3, {}),
     "tp=4 does not divide the 2 key-value heads of LlamaForCausalLM: tp=2 does": (llama, 4, {}),
     "tp=8 does not divide the 4 attention heads of GPT2LMHeadModel: tp=4 does": (gpt2, 8, {}),
-    "plan: 'model.layers.*.mlp.gate_prj' is no module or parameter of LlamaForCausalLM. Did you mean 'model.layers.": (
-        llama, 2, {"plan": {"model.layers.*.mlp.gate_prj": "colwise"}}),
-    "there is no style 'columnwise'. Did you mean 'colwise'?": (llama, 2, {"plan": {"lm_head": "columnwise"}}),
-    "plan: 'nowhere' is no module or parameter": (llama, 2, {"plan": Plan({"nowhere": "colwise"})}),
-    "model.norm is a LlamaRMSNorm: colwise cuts linear maps": (llama, 2, {"plan": {"model.norm": "colwise"}}),
-    "lm_head is a Linear, for which embedding_rowwise is not served": (llama, 2, {"plan": {"lm_head": "embedding_rowwise"}}),
-    "wte.weight is tied to that of lm_head, which the plan cuts": (gpt2, 2, {"plan": {"transformer.wte": None}}),
-    "there is no tensor-parallel plan for Sequential": (lambda: nn.Sequential(nn.Linear(8, 8)), 2, {}),
-    "loss_parallel: the plan cuts no head": (gpt, 2, {"plan": {"head": None, "embedding": None}, "loss_parallel": True}),
+    "styles: 'model.layers.*.mlp.gate_prj' is no module or parameter of LlamaForCausalLM. Did you mean 'model.layers.": (
+        llama, 2, {"styles": {"model.layers.*.mlp.gate_prj": "colwise"}}),
+    "there is no style 'columnwise'. Did you mean 'colwise'?": (llama, 2, {"styles": {"lm_head": "columnwise"}}),
+    "styles: 'nowhere' is no module or parameter": (llama, 2, {"styles": ParallelStyles({"nowhere": "colwise"})}),
+    "model.norm is a LlamaRMSNorm: colwise cuts linear maps": (llama, 2, {"styles": {"model.norm": "colwise"}}),
+    "lm_head is a Linear, for which embedding_rowwise is not served": (llama, 2, {"styles": {"lm_head": "embedding_rowwise"}}),
+    "wte.weight is tied to that of lm_head, which these styles cut": (gpt2, 2, {"styles": {"transformer.wte": None}}),
+    "there are no tensor-parallel styles for Sequential": (lambda: nn.Sequential(nn.Linear(8, 8)), 2, {}),
+    "loss_parallel: no style cuts the head": (gpt, 2, {"styles": {"head": None, "embedding": None}, "loss_parallel": True}),
     "loss_parallel: no router's loss": (lambda: mixtral(output_router_logits=True), 2, {"loss_parallel": True}),
     "sequence_parallel: model.layers.0.self_attn.q_norm (Qwen3RMSNorm) lies in a block and has no style": (
-        qwen3, 2, {"plan": {"model.layers.*.self_attn.q_norm": None}, "sequence_parallel": True}),
+        qwen3, 2, {"styles": {"model.layers.*.self_attn.q_norm": None}, "sequence_parallel": True}),
     "sequence_parallel: the model has no list of blocks": (
-        lambda: nn.Sequential(nn.Linear(8, 8)), 2, {"plan": {"0": "colwise"}, "sequence_parallel": True}),
+        lambda: nn.Sequential(nn.Linear(8, 8)), 2, {"styles": {"0": "colwise"}, "sequence_parallel": True}),
 }  # fmt: skip
 
 
@@ -193,9 +195,9 @@ def test_a_vocabulary_that_does_not_fit_may_stay_whole(axis):
     model = GPT(GPTConfig(vocab_size=49, dim=32, heads=4, layers=1))
     [sentence] = divides(model, 2)
     assert "does not divide the 49 tokens of GPT: tp=1 does. Or leave them whole" in sentence and "pad them to 50." in sentence
-    plan = plan_for(model, vocabulary=False)
-    assert divides(model, 2, plan) == [] and plan.head is None
-    apply(model, axis(2), plan)
+    styles = styles_for(model, vocabulary=False)
+    assert divides(model, 2, styles) == [] and styles.head is None
+    apply(model, axis(2), styles)
 
 
 def test_every_size_that_does_not_fit_is_told():

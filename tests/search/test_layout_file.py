@@ -9,13 +9,13 @@ from torch import nn
 import zeroshard as zs
 from zeroshard.cli.arguments import UsageError
 from zeroshard.cli.options import parse_train
-from zeroshard.config import Tier, read_plan
+from zeroshard.config import Tier, read_layout
 from zeroshard.errors import ConfigError
 from zeroshard.integrations.deepspeed.ds_config import DeepSpeedConfig
 from zeroshard.integrations.deepspeed.sections import DeepSpeedConfigError
 from zeroshard.integrations.deepspeed.shard_options import shard_options
 from zeroshard.models.gpt import GPT, GPTConfig
-from zeroshard.search.plan_file import deepspeed_config, section, write_config
+from zeroshard.search.layout_file import deepspeed_config, section, write_config
 from zeroshard.search.profile import Profile
 from zeroshard.search.schedule import Layout
 from zeroshard.search.search import search
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def written(layout, folder):
     """The path of a layout's file."""
-    path = folder / "plan.json"
+    path = folder / "layout.json"
     path.write_text(json.dumps(deepspeed_config(layout, str(folder)) | {"zeroshard": section(layout, str(folder))}))
     return path
 
@@ -118,12 +118,12 @@ def test_shard_takes_the_path_of_a_plan(tmp_path):
 def test_a_search_is_written_with_its_prediction(tmp_path):
     profile = Profile.of_shape(GPTConfig(vocab_size=1000, seq_len=128, dim=256, layers=4, heads=4))
     found = search(profile, Hardware.named("a100-80gb"), 4, 16)
-    write_config(found, tmp_path / "plan.json")
-    plan = read_plan(tmp_path / "plan.json")
+    write_config(found, tmp_path / "layout.json")
+    plan = read_layout(tmp_path / "layout.json")
     assert (
         plan["seq"] == 128 and plan["prediction"]["step_s"] == found.best.step_s and plan["prediction"]["reason"] == found.reason
     )
-    assert parse_train(["--config", str(tmp_path / "plan.json")]).seq == 128
+    assert parse_train(["--config", str(tmp_path / "layout.json")]).seq == 128
 
 
 def test_a_mesh_is_not_for_shard_alone(tmp_path):
@@ -142,7 +142,7 @@ def test_bad_files_are_said(tmp_path):
     other.write_text("{")
     with pytest.raises(UsageError, match="--config: .* is not JSON"):
         parse_train(["--config", str(other)])
-    with pytest.raises(ConfigError, match="offload_path: this plan rests states on disk"):
+    with pytest.raises(ConfigError, match="offload_path: this layout rests states on disk"):
         section(LAYOUTS["offloaded"])
 
 
@@ -152,30 +152,30 @@ def test_bad_files_are_said(tmp_path):
 )  # fmt: skip
 def test_a_file_that_was_edited_into_nonsense_says_where(edit, tmp_path):
     plan = {"shard": {"stage": 2}, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
-    (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan | edit}))
-    with pytest.raises(ConfigError, match=f"plan.json: {next(iter(edit))}.*: expected"):
-        read_plan(tmp_path / "plan.json")
+    (tmp_path / "layout.json").write_text(json.dumps({"zeroshard": plan | edit}))
+    with pytest.raises(ConfigError, match=f"layout.json: {next(iter(edit))}.*: expected"):
+        read_layout(tmp_path / "layout.json")
 
 
 @pytest.mark.parametrize("shard", [{"stagee": 2}, {"stage": "2"}])
 def test_options_in_a_file_are_those_of_zs_shard(shard, tmp_path):
     plan = {"shard": shard, "mesh": {"dp": 2}, "micro_batch": 1, "micro_batches": 1, "global_batch": 2}
-    (tmp_path / "plan.json").write_text(json.dumps({"zeroshard": plan}))
-    with pytest.raises(ConfigError, match="plan.json: shard: .*stage"):
-        read_plan(tmp_path / "plan.json")
+    (tmp_path / "layout.json").write_text(json.dumps({"zeroshard": plan}))
+    with pytest.raises(ConfigError, match="layout.json: shard: .*stage"):
+        read_layout(tmp_path / "layout.json")
 
 
 def said(capfd, read, *arguments):
     """What a reader writes on stderr about the plan."""
     read(*arguments)
-    return [line for line in capfd.readouterr().err.splitlines() if "is a plan for" in line]
+    return [line for line in capfd.readouterr().err.splitlines() if "is a layout for" in line]
 
 
 def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd):
     path = written(LAYOUTS["plain"], tmp_path)
     assert said(capfd, run_threads, 4, shard_by_file, str(path)) == []
     (line,) = said(capfd, run_threads, 2, shard_by_file, str(path))
-    assert f"config: {path} is a plan for 4 ranks (dp=4), and these are 2 ranks (dp=2)" in line
+    assert f"config: {path} is a layout for 4 ranks (dp=4), and these are 2 ranks (dp=2)" in line
     assert f"zeroshard plan MODEL --ranks 2 --auto --global-batch 24 --write-config {path}" in line
     given = json.loads(path.read_text())
     given["zeroshard"]["node_size"] = 2
@@ -187,13 +187,14 @@ def test_other_ranks_than_planned_are_said_once_with_the_remedy(tmp_path, capfd)
 def test_the_engine_refuses_a_plan_for_other_ranks(tmp_path):
     path = written(LAYOUTS["plain"], tmp_path)
     with pytest.raises(
-        DeepSpeedConfigError, match=r"plan for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size"
+        DeepSpeedConfigError,
+        match=r"layout for 4 ranks \(dp=4\), and these are 2 ranks.*Plan again.*or leave out train_batch_size",
     ):
         DeepSpeedConfig(str(path), world_size=2)
     given = json.loads(path.read_text())
     del given["train_batch_size"]
     config = DeepSpeedConfig(given, world_size=2)
-    assert config.train_batch_size == 12 and "is a plan for 4 ranks" in config.notes[0]
+    assert config.train_batch_size == 12 and "is a layout for 4 ranks" in config.notes[0]
 
 
 def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_path):
@@ -201,14 +202,16 @@ def test_a_plan_of_a_model_that_is_cut_otherwise_is_refused_on_every_rank(tmp_pa
     with imagined_mesh({"pp": 1, "dp": 1, "tp": 2}, 1) as mesh:
         model = GPT(GPTConfig(vocab_size=64, seq_len=16, dim=16, layers=2, heads=2))
         for read in (zs.parallelize, lambda model, mesh, config: zs.shard(model, mesh=mesh, config=config)):
-            with pytest.raises(ConfigError, match=r"plan for 8 ranks \(pp=2,dp=2,tp=2\), and these are \d ranks \(dp=\d,tp=2\)"):
+            with pytest.raises(
+                ConfigError, match=r"layout for 8 ranks \(pp=2,dp=2,tp=2\), and these are \d ranks \(dp=\d,tp=2\)"
+            ):
                 read(model, mesh, config=path)
 
 
 def test_training_says_that_the_plan_is_for_others(tmp_path):
     path = written(LAYOUTS["plain"], tmp_path)
     assert parse_train(["--config", str(path)]).planned_otherwise(4) == ""
-    assert "is a plan for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
+    assert "is a layout for 4 ranks" in parse_train(["--config", str(path), "--ranks", "2"]).planned_otherwise(2)
     path = written(LAYOUTS["mesh"], tmp_path)
     with pytest.raises(
         UsageError, match="to the 4 ranks, got dp=2,pp=2,tp=2 = 8.*the mesh is that of --config .*plan MODEL --ranks 4"

@@ -1,8 +1,8 @@
-"""The file of a plan: one JSON that `zeroshard train --config`, `zs.shard(config=...)`, `zs.parallelize(config=...)` and
+"""The file of a layout: one JSON that `zeroshard train --config`, `zs.shard(config=...)`, `zs.parallelize(config=...)` and
 `zeroshard.deepspeed.initialize(config=...)` read.
 
     {"train_batch_size": ..., "bf16": ..., "zero_optimization": ...,        a DeepSpeed configuration, in its own words
-     "zeroshard": {"shard": ..., "mesh": ..., "micro_batches": ..., ...}}   what the others read (config.py:read_plan)
+     "zeroshard": {"shard": ..., "mesh": ..., "micro_batches": ..., ...}}   what the others read (config.py:read_layout)
 
 DeepSpeed itself passes over the section that it does not know.
 """
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import PLAN, Tier
+from ..config import SECTION, Tier
 from ..errors import ConfigError
 from .layout import Layout
 from .search import Candidate, Found
@@ -30,7 +30,7 @@ def write_config(found: Found, path: str | Path, *, offload_path: str | None = N
     """
     best = found.best
     config = deepspeed_config(best.layout, offload_path)
-    config[PLAN] = section(best.layout, offload_path) | {"seq": found.profile.seq, "prediction": _prediction(found, best)}
+    config[SECTION] = section(best.layout, offload_path) | {"seq": found.profile.seq, "prediction": _prediction(found, best)}
     Path(path).write_text(json.dumps(config, indent=2) + "\n")
     return config
 
@@ -73,7 +73,7 @@ def deepspeed_config(layout: Layout, offload_path: str | None = None) -> dict[st
 
 def _check(layout: Layout, offload_path: str | None) -> None:
     if offload_path is None and Tier.DISK in (layout.optimizer, layout.gradient, layout.parameter):
-        raise ConfigError(f"offload_path: this plan rests states on disk ({layout}): name a folder on a local disk.")
+        raise ConfigError(f"offload_path: this layout rests states on disk ({layout}): name a folder on a local disk.")
 
 
 def _prediction(found: Found, best: Candidate) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
-"""Tensor-parallel plans: which module of a model is cut how, and over how many ranks that can be done.
+"""Styles of tensor parallelism: which module of a model is cut how, and over how many ranks that can be done.
 
-A plan is data: full names of modules (and of parameters that no linear map owns, as those of experts) -> style. It comes
-from the model itself, where Transformers brings one (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
+Styles are data: full names of modules (and of parameters that no linear map owns, as those of experts) -> style. They come
+from the model itself, where Transformers brings some (`_tp_plan`, `config.base_model_tp_plan`), else from FAMILIES.
 `tensor_parallel.apply` carries it out with torch.distributed.tensor.parallel.
 
     one MLP, 2 ranks    x (replicated) -> up: rows 0..n/2 | n/2..n -> gelu -> down: columns 0..n/2 | n/2..n -> sum over ranks
@@ -105,21 +105,21 @@ FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Plan:
+class ParallelStyles:
     """Which module is cut how. Full names; what has no style is whole on every rank.
 
-    styles: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
+    by_name: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
     divided: name of a module -> its attributes that count heads or features, which `apply` divides by the ranks.
     head: the module that puts out logits, if it is cut; with loss_parallel they stay cut.
     """
 
-    styles: Mapping[str, Any]
+    by_name: Mapping[str, Any]
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     head: str | None = None
 
 
-def plan_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> Plan:
-    """The tensor-parallel plan of a model: its own, else that of its family; `styles` of yours go on top.
+def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> ParallelStyles:
+    """The tensor-parallel styles of a model: its own, else those of its family; `styles` of yours go on top.
 
     styles: pattern -> style (one of STYLES, a ParallelStyle of torch, or None: whole). A pattern is a full name whose
     parts between dots may hold `*`: "model.layers.*.mlp.up_proj". vocabulary=False leaves embedding and head whole.
@@ -130,8 +130,8 @@ def plan_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocab
     given = _own_plan(model, names) or _by_tail(family.styles, names)
     if not given and not styles:
         raise ConfigError(
-            f"there is no tensor-parallel plan for {type(model).__name__}: give one, {{name: style}} with the styles colwise and "
-            f"rowwise. Known are models that bring one (Transformers' _tp_plan) and {', '.join(FAMILIES)}."
+            f"there are no tensor-parallel styles for {type(model).__name__}: give some, {{name: style}} with the styles colwise and "
+            f"rowwise. Known are models that bring some (Transformers' _tp_plan) and {', '.join(FAMILIES)}."
         )
     embedding, head = _ends(model, family)
     for name in (embedding, head):
@@ -148,7 +148,7 @@ def plan_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocab
             raise absent(model, pattern, names)
         if isinstance(style, str) and style not in STYLES:
             near = did_you_mean(style, STYLES)
-            raise ConfigError(f"plan: {pattern!r}: there is no style {style!r}.{near} Known: {', '.join(STYLES)}.")
+            raise ConfigError(f"styles: {pattern!r}: there is no style {style!r}.{near} Known: {', '.join(STYLES)}.")
         given.update(dict.fromkeys(matched, style))
     kept = {name: style for name, style in given.items() if style is not None}
     unknown = {name: style for name, style in kept.items() if isinstance(style, str) and style not in STYLES}
@@ -157,12 +157,12 @@ def plan_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocab
             f"the plan that {type(model).__name__} brings has the style {style!r} for {name}, which is not served: give that "
             f"module another, {{{name!r}: ...}}, one of {', '.join(STYLES)}, a ParallelStyle of torch, or None."
         )
-    return Plan(kept, _by_tail(family.divided, names), head if head in kept else None)
+    return ParallelStyles(kept, _by_tail(family.divided, names), head if head in kept else None)
 
 
-def divides(model: nn.Module, tp: int, plan: Plan | None = None) -> list[str]:
+def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> list[str]:
     """Why `tp` ranks can not share this model, a sentence for each size that they do not divide; [] where they can."""
-    given = _sizes(model, plan or plan_for(model))
+    given = _sizes(model, styles or styles_for(model))
     fit = [ranks for ranks in range(1, MOST_RANKS + 1) if not any(size % ranks for size in given.values())]
     near = [max((n for n in fit if n < tp), default=None), min((n for n in fit if n > tp), default=None)]
     nearest = " and ".join(f"tp={ranks}" for ranks in near if ranks) + (" do" if all(near) else " does")
@@ -171,7 +171,7 @@ def divides(model: nn.Module, tp: int, plan: Plan | None = None) -> list[str]:
         if size % tp:
             sentence = f"tp={tp} does not divide the {size:,} {what} of {type(model).__name__}: {nearest}."
             if what == "tokens":
-                sentence += f" Or leave them whole: plan_for(model, vocabulary=False), or pad them to {-(-size // tp) * tp}."
+                sentence += f" Or leave them whole: styles_for(model, vocabulary=False), or pad them to {-(-size // tp) * tp}."
             sentences.append(sentence)
     return sentences
 
@@ -192,7 +192,7 @@ def features(model: nn.Module, name: str, style: str) -> int:
 def absent(model: nn.Module, name: str, names: list[str]) -> ConfigError:
     """The error for a name, or pattern, that is not there."""
     near = did_you_mean(name, names)
-    return ConfigError(f"plan: {name!r} is no module or parameter of {type(model).__name__}.{near}")
+    return ConfigError(f"styles: {name!r} is no module or parameter of {type(model).__name__}.{near}")
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -200,20 +200,20 @@ def is_conv1d(module: nn.Module) -> bool:
     return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
 
 
-def _sizes(model: nn.Module, plan: Plan) -> dict[str, int]:
+def _sizes(model: nn.Module, styles: ParallelStyles) -> dict[str, int]:
     """What the ranks have to divide: word -> number."""
     config = _config(model)
     sizes: dict[str, int] = {}
-    attention = [name for name in plan.styles if "att" in name.lower()]
+    attention = [name for name in styles.by_name if "att" in name.lower()]
     if attention and config is not None:
         heads = next((getattr(config, word) for word in HEADS if isinstance(getattr(config, word, None), int)), None)
         groups = getattr(config, "num_key_value_heads", None)
         sizes |= {"attention heads": heads} if heads else {}
         sizes |= {"key-value heads": groups} if isinstance(groups, int) and groups != heads else {}
-    for name, style in plan.styles.items():
+    for name, style in styles.by_name.items():
         if not isinstance(style, str) or style in ("sequence_parallel", "replicate", "replicated", EXPERTS, LOCAL_NORM):
             continue
-        if style == VOCABULARY or name == plan.head:
+        if style == VOCABULARY or name == styles.head:
             sizes["tokens"] = features(model, name, style)
         elif not (sizes.get("attention heads") and name in attention):
             word = "features between the linear maps (intermediate size)"
