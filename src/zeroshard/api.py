@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -49,18 +49,33 @@ from .zero.shared_storage import check_sharing
 from .zero.unit import ParamGroup, Phase
 from .zero.user_hooks import give_back
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import ShardOptions
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+@overload
+def shard(
+    model: ModelT, optimizer: OptimizerT, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
+    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[ModelT, OptimizerT]: ...  # fmt: skip
+
+
+@overload
+def shard(
+    model: ModelT, optimizer: None = None, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
+    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[ModelT, None]: ...  # fmt: skip
+
 
 def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    config: Config | str | os.PathLike | None = None,
-    comm: backend_select.Choice | None = None,
-    mesh: Any = None,
-    weights: Any = None,
-    sample: Any = None,
-    **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, config: Config | str | os.PathLike | None = None,
+    comm: backend_select.Choice | None = None, mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
     """Shard a model and its optimizer over the data-parallel ranks, in place; both come back.
 
     Args:
@@ -90,21 +105,24 @@ def shard(
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
     planned = _Planned.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
-    config = Config.build(config, **(options | {"stage": None} if auto else options))
+    if auto:
+        options["stage"] = None
+    config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
     local = distributed.Localised(model, optimizer)
     try:
-        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
+        _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
         local.undo()
         raise
+    return model, optimizer
 
 
 def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
     auto: tuple[Any] | None, planned: _Planned | None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+) -> None:  # fmt: skip
     """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
 
     auto: the sample by which stage and tiers are chosen. planned: the file that the options are from.
@@ -152,7 +170,6 @@ def _shard(
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
-    return model, optimizer
 
 
 @dataclass(frozen=True)
@@ -367,7 +384,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
         set_data(param, value)
         give_back(param)
         if type(param) is ReplicatedParameter:
-            param.__class__ = nn.Parameter
+            object.__setattr__(param, "__class__", nn.Parameter)
         param.__dict__.pop("_home", None)
         return
     compute = group.compute[index]
@@ -375,7 +392,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     compute.data = value
     compute.requires_grad_(param.requires_grad)  # as the user has it
     compute.__dict__.update(attributes_of(param))
-    del param._compute
+    del param.__dict__["_compute"]
     if swap(param, compute):
         carry_hooks(compute, param)
     else:
@@ -427,7 +444,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 def _at_least_0(name: str, value: Any) -> float:
     """`value`, a number or a tensor of one, as a float."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, Real) or not number >= 0:
+    if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
     return float(number)
 
@@ -461,8 +478,8 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # by object, since wrappers rename what state_dict() returns
     state = model.state_dict(keep_vars=True)
-    values = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
-    return join(values, parts_in(model, state))
+    found = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
+    return join(found, parts_in(model, state))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
@@ -98,7 +98,7 @@ def activation_report(model: nn.Module) -> ActivationReport:
         formula=store.largest_nbytes * store.most // slices.world_size,
         packed=store.packed,
         unpacked=store.unpacked,
-        gathers=Traffic(traffic.count, traffic.nbytes, dict(traffic.units)),
+        gathers=replace(traffic, units=dict(traffic.units)),
         moved={f"{begins.value} -> {ends.value}": nbytes for (begins, ends), nbytes in ledger.moved.items()},
         allocations=place.allocations,
         messages=tuple(store.messages),

@@ -135,7 +135,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     device = Device(
         name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
         kernel_latency_s=mean["launch_s"], peak_flops=peaks,
-        efficiency=Curve([2.0 * n**3 for n in amount.sides], [value / peaks["fp32"] for value in flops["fp32"]]),
+        efficiency=Curve(tuple(2.0 * n**3 for n in amount.sides), tuple(value / peaks["fp32"] for value in flops["fp32"])),
     )  # fmt: skip
     return Hardware(
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
@@ -198,7 +198,7 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
 
 
 def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
-    probe, bursts = DiskProbe(path, 16 * amount.numel), {}
+    probe, bursts = DiskProbe(path, 16 * amount.numel), dict[str, list[Burst]]()
     kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
         f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
     }
@@ -214,7 +214,7 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
     """Seconds of one call: the median of those within a turn that all ranks begin together, after one that does not count."""
     action()
     comm.exchange(b"", "calibrate: turn")
-    samples, begin = [], time.perf_counter()
+    samples, begin = list[float](), time.perf_counter()
     while not samples or time.perf_counter() - begin < turn_s:
         started = time.process_time()
         action()

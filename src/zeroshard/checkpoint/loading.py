@@ -532,8 +532,8 @@ class _Loading:
             home = group.homes[index]
             state_loading.copy_to_rest(stored[key], home.start, home.stop, rest, home.begin)
         self._take_own()
-        mine = (reading.error, None if refused is None else str(refused))
-        everyone = exchange_values(self.comm, mine, "zs.load: read")
+        outcome = (reading.error, None if refused is None else str(refused))
+        everyone = exchange_values(self.comm, outcome, "zs.load: read")
         for rank, (error, _) in enumerate(everyone):
             if error is not None:
                 raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error

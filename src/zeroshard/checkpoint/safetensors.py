@@ -102,7 +102,7 @@ class Buffer:
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
     """What may be stored besides parameters: every buffer once, and what hooks compute for the state dict, by name there."""
-    params, found = {id(param) for param in model.parameters()}, {}
+    params, found = {id(param) for param in model.parameters()}, dict[int, tuple[Tensor, list[str]]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), (buffer, []))[1].append(name)
     kept: dict[int, list[str]] = {}
@@ -375,11 +375,13 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     told = exchange_values(
         runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
     )
-    for error in (error for error, _ in told if error is not None):
-        raise error
+    for failed, _ in told:
+        if failed is not None:
+            raise failed
     if len(stages) == 1:
         return mine, mine
-    tensors, metadata = {}, {}
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
         if number == runtime.topology.stage:

@@ -94,7 +94,7 @@ def stream_full_tensors(
 
 def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
     """The state dict with parameters from other resting places of slices (collective)."""
-    runtime, found = runtime_of(model), {}
+    runtime, found = runtime_of(model), dict[str, Tensor]()
     for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
         found |= batch
     return found
@@ -110,7 +110,7 @@ def _check(runtime: Runtime, masters: bool) -> None:
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Everything there is, in the order of units."""
     state = runtime.model.state_dict(keep_vars=True)  # names by object, since wrappers rename them
-    tiled, known = parts_in(runtime.model, state), {}
+    tiled, known = parts_in(runtime.model, state), dict[int, list[str]]()
     for name, value in state.items():
         known.setdefault(id(value), []).append(name)
     whole: dict[str, _Item] = {}

@@ -151,7 +151,7 @@ class Saver:
             if last is not None and not last.told:
                 last.wait()
         except ZeroshardError as error:
-            if self.runtime.world.rank == 0:
+            if last is not None and self.runtime.world.rank == 0:
                 print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
         finally:
             self.engine.close()

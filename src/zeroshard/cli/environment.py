@@ -155,7 +155,7 @@ def _step(rank: int) -> None:
 
 def _gloo() -> None:
     """A group of one, with no store of torchrun's and not the default one: it opens the network device, as ranks will."""
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     group.allreduce([torch.ones(1)]).wait()
 
 

@@ -148,7 +148,7 @@ def _room(runtime: Runtime) -> int:
     for run in _offloaded_runs(runtime):
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
-        gradient = run.group.grads.rest
+        gradient = run.group.gradients.rest
         early = reads - (gradient.dtype.itemsize if gradient.tier is Tier.DISK else 0)
         count = max(-(-run.numel * max(reads, writes) // offload.buffer_nbytes), 1)
         slabs += [tuple(run.numel // count * each for each in (early, max(reads, writes), writes))] * count

@@ -150,6 +150,8 @@ class StateHome:
     begin: its first element in `column`; None: the column is one of the whole shard.
     """
 
+    undivided = False
+
     def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
         self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
         self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
@@ -206,7 +208,7 @@ class ShardedState(ShardedTensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return torch_compat.data_attribute.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -33,6 +33,7 @@ def draw(table: Table, path: Path) -> list[Path]:
 
 
 def _draw_curves(axis, table: Table) -> None:
+    assert table.curves is not None
     across, up, lines = table.curves
     for name, (xs, ys) in lines.items():
         style = {"parameters": "-", "states": "--"}.get(name.partition(",")[0], ":")

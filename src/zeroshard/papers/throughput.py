@@ -52,8 +52,10 @@ class Configuration:
 
     @staticmethod
     def of(row: Row) -> Configuration:
-        numbers = [int(row[name]) for name in ("gpus", "mp", "layers", "hidden", "heads", "batch_per_mp_group")]
-        return Configuration(row["model"], row["system"], *numbers, row["config"].partition("-")[0])
+        names = ("gpus", "mp", "layers", "hidden", "heads", "batch_per_mp_group")
+        gpus, mp, layers, hidden, heads, batch = (int(row[name]) for name in names)
+        config = row["config"].partition("-")[0]
+        return Configuration(row["model"], row["system"], gpus, mp, layers, hidden, heads, batch, config)
 
     @property
     def zero(self) -> bool:

@@ -74,7 +74,8 @@ class _Weight:
     requires_grad, grad_fn = True, None
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.param, self.grad = param, None
+        self.param = param
+        self.grad: Tensor | None = None
 
     def view_as(self, _: Any) -> Tensor:
         return self.param.view_as(self.param)  # through which its node in the graph is found
@@ -408,7 +409,8 @@ class Pipeline:
 
     def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
         """As `_shapes` where nobody tells: what passes between stages is as `cut_stages` has seen it."""
-        hidden = [(self.stages[0].pipeline_stage.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
+        place: Any = self.stages[0].pipeline_stage
+        hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count
 
 

@@ -178,6 +178,7 @@ def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> 
 
 def features(model: nn.Module, name: str, style: str) -> int:
     """How many features (per packed map) the style cuts of a module or parameter; rows of the table for an embedding."""
+    owner: Any
     owner, attribute = resolve(model, name)
     if attribute is not None:  # (..., out, in), as experts have
         shape = getattr(owner, attribute).shape
@@ -265,7 +266,7 @@ def _family(model: nn.Module) -> str:
 
 
 def _config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

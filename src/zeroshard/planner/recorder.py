@@ -149,8 +149,10 @@ class Recorder(Watcher):
     ) -> Ticket:
         """A task beside the rank's own order, after what it has done so far."""
         self.flush()
-        more = {"peers": peers, "axis": axis, "channel": channel, "distinct": distinct}
-        return (*self._add(Task(name, self.meter.phase, nbytes, self._last, unit=self.unit, **more)), -self._began)
+        task = Task(
+            name, self.meter.phase, nbytes, self._last, unit=self.unit, peers=peers, axis=axis, channel=channel, distinct=distinct
+        )  # fmt: skip
+        return (*self._add(task), -self._began)
 
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         nbytes = {Resource.INSIDE: float(sent.inside), Resource.BETWEEN: float(sent.between)}

@@ -25,7 +25,11 @@ from .trace import Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
 # types of fields
-_OTHERS = {"str": (str, "a text"), "Mapping": (Mapping, "a table"), "tuple": ((list, tuple), "a list of numbers")}
+_OTHERS: dict[str, tuple[Any, str]] = {
+    "str": (str, "a text"),
+    "Mapping": (Mapping, "a table"),
+    "tuple": ((list, tuple), "a list of numbers"),
+}
 NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from outside
 
 
@@ -247,7 +251,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[no-redef]
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:

@@ -178,8 +178,9 @@ def sweep(
                 throughput = 1e12 * done.tflops * number
                 first = first or (throughput, number)
                 speedup, ideal = throughput / first[0] if first[0] else math.nan, number / first[1]
-                values = done.step_s, done.tflops, done.tokens_per_s, throughput, speedup, ideal
-                rows.append(Row(setting, number, *values, bound=done.bound))
+                rows.append(
+                    Row(setting, number, done.step_s, done.tflops, done.tokens_per_s, throughput, speedup, ideal, done.bound)
+                )
     return Sweep(tuple(rows), hardware)
 
 

@@ -99,6 +99,12 @@ class ParamGroup:
         return self.grads is not None
 
     @property
+    def gradients(self) -> GradientBuffer:
+        """`grads` of a group that is trained."""
+        assert self.grads is not None, "a frozen group has no gradients"
+        return self.grads
+
+    @property
     def counts(self) -> bool:
         """Whether, of the ranks that hold the same shard, this is the one whose shard counts."""
         return self.comm.replica == 0 and self.specs[0].counts
@@ -311,6 +317,12 @@ class Unit:
         ]
         self._released_class = ReleasedParameter.of_unit(functools.partial(_gather_for_backward, weakref.ref(self)))
         self.guard(self.phase is Phase.SHARDED)
+
+    @property
+    def inside(self) -> UnitForward:
+        """The forward that runs inside."""
+        assert self.forward is not None
+        return self.forward
 
     @property
     def memories(self) -> set[int | None]:

@@ -79,7 +79,7 @@ def _asked_by_import(frame: Any) -> bool:
 
 def _all_paths() -> set[str]:
     """The table's modules, and the packages that they are in."""
-    found = set()
+    found: set[str] = set()
     for path in SURFACE:
         parts = path.split(".") if path else []
         found.update(".".join(parts[: count + 1]) for count in range(len(parts)))

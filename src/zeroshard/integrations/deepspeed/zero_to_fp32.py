@@ -124,7 +124,8 @@ def convert_zero_checkpoint_to_state_dict(
 def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
     """Files of torch.save, and their index."""
     folder.mkdir()
-    ties, shards, total = opened.tied(), [[]], 0
+    ties, total = opened.tied(), 0
+    shards: list[list[str]] = [[]]
     nbytes = {
         name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties
     }
