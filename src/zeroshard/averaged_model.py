@@ -50,7 +50,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
 
 
 class AveragedModel:
-    """The average of one model. updates: steps in it."""
+    """The average of one model's parameters, as `zs.ema` makes it; `updates` counts the steps that are in it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
         """As `ema` makes it."""

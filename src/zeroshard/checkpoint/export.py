@@ -41,7 +41,15 @@ _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
 @dataclass(frozen=True)
 class Exported:
-    """What `zs.export` wrote. nbytes: of all files; ties: another name -> the name that was written."""
+    """What `zs.export` wrote.
+
+    Attributes:
+        files: names of the files in the folder `path`, or of the one file.
+        nbytes: bytes of all files.
+        numel: elements of all tensors.
+        ties: another name of a tensor -> the name under which it was written.
+        trained_only: whether the checkpoint had only the trained parameters.
+    """
 
     path: Path
     files: tuple[str, ...]

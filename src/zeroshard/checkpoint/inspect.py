@@ -23,10 +23,17 @@ _LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
 
 @dataclass(frozen=True)
 class Inspection:
-    """One checkpoint. nbytes: of kinds (parameters with buffers, optimizer states, other) and of files by name.
+    """What `zs.inspect_checkpoint` found in one checkpoint.
 
-    kind: "zeroshard", or the format of another library, of which less is known. damage: what is wrong, or "".
-    checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
+    Attributes:
+        kind: "zeroshard", or the format of another library, of which less is known.
+        numel: elements of all parameters and buffers.
+        kinds: bytes by kind: parameters with buffers, optimizer states, other.
+        files: bytes by name of file.
+        checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
+        damage: what is wrong, or "".
+        facts: world size, stage, precision, optimizer, time and versions.
+        ties: another name of a tensor -> the name under which it is stored.
     """
 
     path: str
@@ -39,7 +46,7 @@ class Inspection:
     files: dict[str, int]
     checksums: str
     damage: str
-    facts: dict[str, Any]  # world size, stage, precision, optimizer, time, versions
+    facts: dict[str, Any]
     ties: dict[str, str]
     extras: tuple[str, ...] = ()
     trained_only: bool = False
