@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .table import Table
 
@@ -32,7 +33,7 @@ def draw(table: Table, path: Path) -> list[Path]:
     return [path]
 
 
-def _draw_curves(axis, table: Table) -> None:
+def _draw_curves(axis: Any, table: Table) -> None:
     assert table.curves is not None
     across, up, lines = table.curves
     for name, (xs, ys) in lines.items():
@@ -43,7 +44,7 @@ def _draw_curves(axis, table: Table) -> None:
     axis.set_ylabel(up)
 
 
-def _draw_bars(axis, table: Table) -> None:
+def _draw_bars(axis: Any, table: Table) -> None:
     """Of the columns that have printed values; of all, where nothing was printed."""
     shown = ({cell.column for cell in table.compared} or {cell.column for cell in table.cells}) - set(table.apart)
     cells = [cell for cell in table.cells if cell.column in shown and _number(cell.computed) is not None]
