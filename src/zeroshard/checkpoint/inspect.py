@@ -63,13 +63,15 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
-    """Every complete checkpoint of a folder, the oldest first; `name` alone; or the one that `path` is.
+    """Look at every complete checkpoint of a folder, the oldest first; or at `name` alone, or at the checkpoint that `path` is.
 
-    verify: read all files and compare checksums; damage, and what cannot be read, is told, not raised. What a run that goes on
-    removes meanwhile is left out. Needs one process, no group and no device.
+    It needs one process, no process group and no device. Checkpoints that a running job removes meanwhile are left out.
+
+    Args:
+        verify: read all files and compare checksums. Damage, and what cannot be read, is reported, not raised.
 
     Raises:
-        CheckpointNotFound: nothing complete there.
+        CheckpointNotFound: there is no complete checkpoint.
         CheckpointError: the folder, or a file of another library, cannot be read.
     """
     return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)
