@@ -246,11 +246,14 @@ class Profile:
         return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
 
     @classmethod
-    def of_plan(cls, plan: Plan, seq: int, checkpointed: Plan | None = None) -> Profile:
+    def of_plan(
+        cls, plan: Plan, seq: int, checkpointed: Plan | None = None, halved: Plan | None = None, heads: int = 1
+    ) -> Profile:
         """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
         seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
-        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1.
+        keep; without it they can not be checkpointed. halved: the same with tp = 2: what is less there is what tensor parallelism
+        divides, which heads ranks can do; without it layouts have tp = 1.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
             raise ConfigError(
@@ -273,16 +276,31 @@ class Profile:
         )
         # the loss is computed after the last
         working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
-        units = [
-            UnitProfile(
-                name, whole=(numel,) * bool(numel), flops=flops.get(name, 0.0) / micro,
-                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_whole=plan.activations.get(name, 0) / micro / itemsize,
+        sums = _sums_over_tp(halved) if halved is not None else {}
+        units = []
+        for name, numel in sizes.items():
+            saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
+            if halved is not None:  # what two ranks divide: twice what one of them has less
+                cut = min(max(2 * (numel - halved.units.get(name, numel)), 0), numel)
+                saved_cut = min(max(2 * (saved - halved.activations.get(name, saved)), 0), max(saved, 0))
+            units.append(UnitProfile(
+                name, cut=(cut,) * bool(cut), whole=(numel - cut,) * bool(numel - cut), flops=flops.get(name, 0.0) / micro,
+                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_cut=saved_cut / micro / itemsize,
+                saved_whole=(saved - saved_cut) / micro / itemsize,
                 boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
                 working_whole=working.get(name, 0) / micro / itemsize, block=name in blocks, packs=name != ROOT,
-            )
-            for name, numel in sizes.items()
-        ]  # fmt: skip
-        return cls(plan.model, tuple(units), seq)
+                tp_reduces=sums.get(name, 0),
+            ))  # fmt: skip
+        return cls(plan.model, tuple(units), seq, heads if halved is not None else 1)
+
+
+def _sums_over_tp(plan: Plan) -> dict[str, int]:
+    """All-reduces over tp in a forward, by unit."""
+    found: dict[str, int] = {}
+    for task in plan.trace.tasks:
+        if task.axis == "tp" and task.phase == "forward" and task.name.endswith("all_reduce"):
+            found[task.unit] = found.get(task.unit, 0) + 1
+    return {name: count // plan.micro_batches for name, count in found.items()}
 
 
 def _working_nbytes(plan: Plan) -> int:
