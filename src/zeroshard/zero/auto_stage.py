@@ -45,7 +45,7 @@ _FREE = 0.1  # fraction of the device left beside known activations, for tempora
 
 
 def is_auto(stage: object, options: Mapping[str, Any], sample: Any) -> bool:
-    """Return whether stage="auto" was given. Raise ConfigError for options that it chooses itself, and for a sample without it."""
+    """Return whether stage="auto" was given. Raise ConfigError for options that it chooses, and for a sample without it."""
     auto = isinstance(stage, str) and stage == AUTO
     given = [name for name in (*STATES, "preset") if options.get(name) is not None]
     if auto and given:
@@ -60,8 +60,8 @@ def choose(
 ) -> Config:
     """Return `config` with the first of CHOICES that fits on every rank (collective).
 
-    sample: an input of the model, or a tuple or mapping of them; its forward runs on fake tensors, to measure the activations that
-    are saved for backward. Raise ConfigError, on every rank, if nothing fits.
+    sample: an input of the model, or a tuple or mapping of them; its forward runs on fake tensors, to measure the activations
+    that are saved for backward. Raise ConfigError, on every rank, if nothing fits.
     """
     kept = None if sample is None else _kept_nbytes(model, sample, config)
     parameters = sum(spec.original.nbytes for spec in specs if spec.original.device.type == comm.device.type)
@@ -90,7 +90,7 @@ def choose(
 
 
 def _candidate(config: Config, row: tuple[int, str | None, str | None, str | None], comm: Comm) -> Config | None:
-    """Return the configuration of a choice; None without a folder on disk or a device's own memory, if needed, or on a conflict."""
+    """Return the configuration of a choice; None if it needs a folder or a device that is missing, or conflicts with options."""
     if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
         return None
     try:
@@ -115,7 +115,7 @@ def _held(
 
 
 def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
-    """Return the free bytes of device and host. The device's include the model's present ones; on a CPU they are all its ranks'."""
+    """Return free bytes of device and host. The device's include the model's present ones; on a CPU all its ranks share them."""
     host = min((limit.nbytes for limit in limits()), default=0) or sys.maxsize
     if comm.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(comm.device)
@@ -125,7 +125,7 @@ def _available(comm: Comm, given_nbytes: int) -> tuple[int, int]:
 
 
 def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
-    """Return the bytes that autograd saves in a forward, run on fake tensors; scaled to the dtype in which the model will compute."""
+    """Return the bytes that autograd saves in a forward on fake tensors, scaled to the dtype in which the model will compute."""
     storages: dict[int, Any] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 

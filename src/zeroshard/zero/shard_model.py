@@ -75,7 +75,7 @@ def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 def open_tiers(
     config: Config, comm: Comm, ledger: Ledger, specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None
 ) -> Tiers:
-    """Make the tiers of a model; raise on all ranks if a folder can not be used (collective with disk; B22; room: `_check_room`)."""
+    """Make the tiers of a model; raise on all ranks if a folder on disk can't be used (collective; B22; room: `_check_room`)."""
     tiers = Tiers(comm, ledger)
     tiers.state_columns = state_columns(optimizer)
     if not comm.imagined:
@@ -204,7 +204,7 @@ class Builder:
             )
 
     def _buckets(self, plan: UnitPlan) -> list[list[ParamSpec]]:
-        """Return the unit's parameters by dtype, requires_grad, whole at rest or not, quantized or not, and model axes that cut them.
+        """Return the unit's parameters in buckets: by dtype, requires_grad, whole at rest, quantized, and cut along model axes.
 
         Within a bucket they are sorted by optimizer group, matrices before vectors.
         """
