@@ -60,7 +60,7 @@ class ReadableSlices:
         raise NotImplementedError
 
     def to_local(self) -> Tensor:
-        """Return this rank's slice (stop - start,), sharing memory: to be read only; write to the sharded tensor. Differentiable."""
+        """Return this rank's slice (stop - start,), sharing memory: read only; write to the sharded tensor. Differentiable."""
         return _read(self, self._local, sliced=True)
 
     def full_tensor(self) -> Tensor:

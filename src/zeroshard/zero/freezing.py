@@ -30,7 +30,7 @@ class Freezing:
         self.numbers: set[int] = set()
 
     def follow(self) -> None:
-        """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged if one frozen at zs.shard has it on."""
+        """Apply the present `requires_grad` to units and compute parameters. Raise ModelChanged for one frozen at zs.shard."""
         with torch_compat.DisableTorchFunctionSubclass():  # looking at a sharded parameter takes microseconds otherwise
             now = [param.requires_grad for param in self._params]
             if now != self._known:
