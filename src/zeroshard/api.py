@@ -124,7 +124,7 @@ def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
     auto: tuple[Any] | None, planned: _Planned | None,
 ) -> None:  # fmt: skip
-    """Shard a model whose DTensors `local` has replaced by local shards; the caller undoes that if this raises.
+    """Shard a model whose DTensors `local` has replaced by local shards; the caller may undo that until `local.keep()`.
 
     auto: the sample by which stage and tiers are chosen, or None. planned: the plan that the options are from, or None.
     """

@@ -91,7 +91,7 @@ class PeerFailed(ZeroshardError):
         self.rank, self.reason, self.waiting_for = rank, reason, waiting_for
         where = f" (this rank was waiting for: {waiting_for})" if waiting_for else ""
         hint = left_loop([rank], waiting_for, "this rank is") if reason == LEFT or SCRIPT_ENDED in reason else ""
-        if reason.startswith("left "):  # on purpose
+        if reason.startswith("left "):  # it ended on purpose: no failure
             how, _, text = reason.partition("\n")
             super().__init__(f"rank {rank} {how}{where}" + (f".{hint}" if hint else "") + (f"\n{text}" if text else ""))
         else:

@@ -68,7 +68,7 @@ class Distribution:
             maps = getattr(placement, "split_factor", 1)  # the weight may pack several matrices (q, k, v), each of which is cut
             dim = placement.dim  # type: ignore[attr-defined]  # it shards
             extent = extents[dim] // maps
-            step = -(-extent // size)  # as torch.chunk cuts
+            step = -(-extent // size)  # equal to torch.chunk's sizes
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
             part = Part(dim, start, stop, tuple(extents), maps, part)
             extents[dim] = maps * (stop - start)

@@ -76,7 +76,7 @@ class Home(Protocol):
         """Raise ZeroshardError if ranks that the collective `what` needs can not take part."""
 
     def gather_local(self, local: Tensor) -> Tensor:
-        """Return the flattened whole tensor, from the slices of all ranks (collective)."""
+        """Return `local`, 1-D, of all ranks, concatenated in rank order: of slices, the flattened tensor (collective)."""
 
     def gradient(self) -> Tensor | None:
         """Return the reduced gradient as a sharded tensor, or None."""

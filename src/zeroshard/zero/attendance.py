@@ -1,4 +1,4 @@
-"""Which ranks still have data: ranks whose data has ended follow the others in every collective (see data/uneven.py).
+"""Attendance of ranks: those whose data has ended follow, in every collective, those that have data (see data/uneven.py).
 
     end of backward    each rank sends, ahead of the masks: has its data ended, number of backwards, of calls of zero_grad
     once one ended     ranks with data announce each event before it; ranks without data do the same, with zero weight

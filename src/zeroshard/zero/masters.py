@@ -35,7 +35,7 @@ class Masters:
         return self.rest if self.rest is not None else self.group.values.rest
 
     def precise(self) -> Tensor | None:
-        """Return the shard of masters (shard_numel,), or None where they are missing, off the device, or out of date."""
+        """Return the shard's masters (shard_numel,); None if there are none, or they are whole, off the device or out of date."""
         rest, runtime = self.rest, self.group.runtime
         if rest is None or self.whole or not rest.resident or runtime is None or runtime.config.delayed_update is not None:
             return None

@@ -417,7 +417,7 @@ class Runtime:
             return
         clear_local_grad(param)
         grad = grad if grad.layout is torch.strided else grad.to_dense()
-        if torch.is_grad_enabled():  # create_graph=True
+        if torch.is_grad_enabled():  # create_graph=True: the gradient's own graph must not grow into the buffer
             with torch.no_grad():
                 self.reductions.take(unit, group, index, grad.detach(), self.sync)
         else:

@@ -128,9 +128,9 @@ class Builder:
         """group_of: id of a parameter -> its optimizer group, so that groups lie together. serial: number of this model."""
         self.config, self.topology, self.ledger, self.tiers, self.group_of = config, topology, ledger, tiers, group_of
         self.comm = topology.shards
-        self.tag = serial << 20
+        self.tag = serial << 20  # the number of the newest buffer; buffers of two models never have the same
         self.pool: StagingPool | None = None
-        self._stepped_numel = self._offloaded_numel = 0  # elements whose states were placed, and placed off the device
+        self._stepped_numel = self._offloaded_numel = 0  # elements of groups planned so far, and of those with offloaded states
         self._states: dict[int, tuple[Offload, torch.dtype | None]] = {}  # id of a bucket's first spec -> result of _plan_states
         self.replaced: dict[int, nn.Parameter] = {}  # id of a given parameter -> the object that took its place
 
@@ -387,7 +387,7 @@ class Builder:
         if not original.is_meta:
             write_value(group, index, original)
             given = original._local if isinstance(original, ShardedTensor) else original
-            if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
+            if given.is_cuda:  # its memory is freed below, and may have been allocated on another stream
                 given.record_stream(torch.cuda.current_stream(given.device))
         view = group.values.views[index]
         fresh = nn.Parameter(view, requires_grad=original.requires_grad)
@@ -396,7 +396,7 @@ class Builder:
             if original.is_meta or isinstance(original, ShardedTensor):
                 self._replace(spec, fresh)
             else:
-                original.data = view  # hooks and identity stay
+                original.data = view  # the object stays, with its hooks
                 fresh = original
             fresh = self.replaced.get(id(original), original)
             if type(fresh) is nn.Parameter:

@@ -242,7 +242,7 @@ class ParamGroup:
         self.active[index] = value is not None
         groups = self.runtime.groups if self.runtime is not None else []
         if value is None and not any(any(g.active) or (g.grads is not None and g.grads.holds) for g in groups):
-            self.runtime.forget_backwards()  # zero_grad by hand
+            self.runtime.forget_backwards()  # the program has set every p.grad = None: the same as zero_grad
 
     def refuse_gradient_write(self) -> None:
         """Raise ZeroshardError where ranks whose data has ended could not write their slices of the gradient."""
