@@ -128,7 +128,7 @@ class AveragedModel:
         runtime.comm.fence_read()
 
     def _lend(self, group: ParamGroup, average: Rest) -> None:
-        """Copy the values of a group aside, and its average into the values."""
+        """Copy the values of a group to its place in `_aside`, and then the average into the values."""
         values, tiers = group.values.rest, self.runtime.tiers
         if id(group) not in self._aside:
             self._aside[id(group)] = tiers.place(group.offload, values.numel, values.dtype)
@@ -137,7 +137,7 @@ class AveragedModel:
         _copy(average, values)
 
     def _give_back(self, group: ParamGroup, average: Rest) -> None:
-        """Copy the values of a group back from aside. Free that memory; keep a place on disk for the next time."""
+        """Copy the values of a group back from `_aside`. Free memory there; keep a place on disk for the next time."""
         aside = self._aside[id(group)]
         _copy(aside, group.values.rest)
         if group.offload.tier is not Tier.DISK:
