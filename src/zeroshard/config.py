@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class _Kind:
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a real number and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -81,11 +81,11 @@ def _is_whole(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     """Return whether a value is a whole number of at least 0; floats too, since 5e8 is one."""
-    return _is_number(value) and 0 <= value < math.inf and value == int(value)  # type: ignore[operator,call-overload]
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)
 
 
 def _is_scale(value: object) -> bool:
-    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+    return _is_number(value) and 0 < value < math.inf
 
 
 _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))

@@ -421,7 +421,8 @@ class Tiers:
     def open_folder(self, offload: Offload) -> None:
         """Check the folder (see SwapFolder) and make this run's own in it. Once per path, before anything is changed."""
         if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
-            self._folders[offload.path] = _Folder(offload, self.comm)  # type: ignore[index]
+            assert offload.path is not None
+            self._folders[offload.path] = _Folder(offload, self.comm)
 
     def check_space(self, mine: dict[str, int], on_host: list[dict[str, int]]) -> None:
         """Raise SwapError where folders are too small. mine: bytes by folder; on_host: those of all ranks of this host."""
@@ -447,7 +448,8 @@ class Tiers:
         if tier is Tier.DISK and self.comm.imagined:
             return ImaginedRest(numel, dtype, self)
         if tier is Tier.DISK:
-            folder = self._folders[offload.path]  # type: ignore[index]
+            assert offload.path is not None
+            folder = self._folders[offload.path]
             return FileRest(*folder.region(numel * dtype.itemsize), numel, dtype, folder.engine, self)
         if tier is Tier.HOST:
             # not torch's pinned allocator: it rounds up to a power of two; and in huge pages a host step is faster
