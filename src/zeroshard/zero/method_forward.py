@@ -14,22 +14,22 @@ from ..utils.torch_compat import original
 
 
 def register_forward(module: nn.Module, name: str) -> None:
-    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered, its hooks run.
+    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered and its hooks run.
 
-    At stage 3 parameters are whole only inside of the forward of their module; a method of another name (`model.encode(x)`)
-    that a program calls by itself would find slices. At every stage it makes the method's inputs and outputs those of a forward:
-    they are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
+    At stage 3 parameters are whole only inside of their module's forward. A method of another name that a program calls by itself
+    (`model.encode(x)`) would find slices. At every stage the method's inputs and outputs then count as those of a forward: they
+    are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
 
-    Call it on every rank, before or after zs.shard. In a forward of the module, in methods that it calls, and while torch.compile
-    traces, the method runs as it ever did. In a model that is not sharded only the module's own forward hooks see the calls.
-    Registering a method again changes nothing. A deep copy of the module has its methods registered as well.
+    Call it on every rank, before or after zs.shard. Inside of a forward of the module, in methods that it calls, and while
+    torch.compile traces, the method runs as before. In a model that is not sharded only the module's own forward hooks see the
+    calls. Registering a method again changes nothing, and a deep copy of the module has its methods registered as well.
 
     Args:
-        module: the one whose parameters the method uses: its own and those of modules inside of it.
-        name: of the method; its arguments and what it returns are its own.
+        module: the module whose parameters the method uses, with those of the modules inside of it.
+        name: the name of the method.
 
     Raises:
-        ConfigError: the module has no such method; it is `forward`, which needs no registration; or it is a generator or a
+        ConfigError: the module has no such method; or it is `forward`, which needs no registration; or it is a generator or
             coroutine, most of which runs after its call is over: register what it calls at each turn.
 
     Example::
