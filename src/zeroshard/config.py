@@ -125,18 +125,18 @@ _OPTIMIZER_ONLY = ("ratio", "fused")
 
 @dataclass(frozen=True)
 class Offload:
-    """Where one model state rests, in the field's vocabulary. A text in its place is its `device`.
+    """Where one model state rests. A text in its place is its `device`.
 
-    device:        "none", "cpu" (host memory) or "nvme" (files on a local disk).
-    path:          nvme: an existing folder on that disk; a folder of this run is made in it, and removed at the end.
-                   None: Config.offload_path (of zs.checkpoint_activations: its path).
-    pin_memory:    page-locked host memory where there is a GPU: copies run beside the computation.
-    ratio:         optimizer: this fraction of the states, 0 to 1, is offloaded, the rest stays on the device.
-    buffer_count, buffer_nbytes: host buffers through which states pass, per rank: how many, and bytes of each. Parameters
-                   have half as many, each of the largest shard.
-    fused:         optimizer: step with torch's fused kernels. None: as the optimizer was built if it computes on the
-                   host (equal in bits to no offload), fused for a GPU.
-    checksum:      nvme: remember a checksum of everything written and compare when it is read.
+    device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
+    path: nvme: an existing folder on that disk. A folder of this run is made in it, and removed at the end. None:
+        Config.offload_path (for zs.checkpoint_activations: its path).
+    pin_memory: page-locked host memory where there is a GPU, so that copies run beside the computation.
+    ratio: optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
+    buffer_count, buffer_nbytes: number and bytes of the host buffers of a rank through which states pass. Parameters have half as
+        many, each as large as the largest shard.
+    fused: optimizer: step with torch's fused kernels. None: for a GPU yes, on the host as the optimizer was built (equal in bits
+        to no offload).
+    checksum: nvme: keep a checksum of everything written, and compare it when it is read.
     any_filesystem: nvme: accept tmpfs and network file systems.
     """
 
@@ -351,71 +351,70 @@ _CHOSEN: Any = None  # the default of a field to which __post_init__ gives its v
 
 @dataclass(frozen=True)
 class Config:
-    """Every option of `zs.shard`. Immutable, validated when built. `Config.preset(name)`, or preset= beside the options, sets
-    those that a name of the field stands for: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
-    "zero-infinity" (which needs offload_path).
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
+    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload", "zero-
+    infinity" (which needs offload_path).
 
-    stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
-                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
-    units:            what is gathered and reduced together: "auto" (classes that repeat in a container), "model"
-                      (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
-                      or a function (name, module) -> bool.
-    max_unit_numel:   units of more elements are split at their children, as far as they have any (0: all units).
-    min_unit_numel:   neighbouring units are merged until they have this many elements; 0: none are.
-    max_grad_norm:    clip the global norm to this before each step; None, or 0 as elsewhere in the field: never.
-    overlap:          run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes:  at most so many bytes are gathered ahead of use (one unit always is, also with 0).
-    gradient_dtype:   dtype in which reduced gradients rest and accumulate.
-    reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are fp32 always.
-    master_weights:   keep fp32 masters and states when the precision is below fp32 (opting out is logged).
-    dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
-                      Each holds for all that is inside the module, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
-                      means no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
-                      keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that are not named so.
-    cast_buffers:     floating-point buffers take the dtype in which their module computes; False leaves them as they are
-                      (rotary tables need fp32; a table that is added to activations must be cast).
-    agree_buffers:    buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
-    loss_scale:       fp16: "dynamic" or a fixed number above 0.
-    initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; good steps before it doubles.
-    loss_scale_delay: fp16: this many good steps at the start, and after each overflow, do not count for the window.
-    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by this many-th overflow, and by each from there on;
-                      counting begins again when the scale doubles, with consecutive_hysteresis after every good step.
-    min_loss_scale:   fp16: the dynamic scale is not halved below it.
-    skip_nonfinite:   a step whose gradients are not finite is skipped, on all ranks; False: taken, as plain torch takes it (not in fp16).
-    max_skipped_steps: this many non-finite steps in a row stop the run with a diagnosis; inf: never.
-    hold_schedulers:  schedulers of torch stand still after a skipped step, whoever calls them.
-    map_shared:       ranks on one CPU host read each other's shards in place of copying them.
-    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py). With parameters
-        on disk it is told to give large blocks back at once.
-    offload_optimizer: where optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
-                      device ("none", "cpu", "nvme"), or a mapping of its fields.
-    offload_gradient: where reduced gradient shards rest (stages 2, 3). Default: on the host if the optimizer is offloaded.
-    offload_param:    where parameter shards rest (stage 3).
-    offload_path:     folder for every state on "nvme" that does not name its own.
-    delayed_update:   None, or after so many warm-up steps (0: from the first) the host's update of a step runs
-                      beside the next step's forward and backward (one step late; ZeRO-Offload, arXiv 2101.06840,
-                      section 4.3; 40 in the paper).
-    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2, and need
-                      no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    stage: 0, 1, 2 or 3: what is sharded.
+    precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
+        masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
+    units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
+        for each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
+    max_unit_numel: units of more elements are split at their children, as far as they have any (0: all units).
+    min_unit_numel: neighbouring units are merged until they have this many elements; 0: none are.
+    max_grad_norm: clip the global norm to this before each step; None or 0: never.
+    overlap: run reductions and gathers beside the computation; False waits for each (for debugging).
+    prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
+    gradient_dtype: dtype in which reduced gradients rest and accumulate.
+    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
+    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
+        all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
+        matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics
+        are fp32 unless a key matches them. Integers keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that no
+        key names.
+    cast_buffers: cast floating-point buffers to the dtype in which their module computes. False leaves them: rotary tables need
+        fp32, but a table that is added to activations must be cast.
+    agree_buffers: buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
+    loss_scale: fp16: "dynamic", or a fixed number above 0.
+    initial_loss_scale, loss_scale_window: fp16, dynamic scale: its first value, and the good steps before it doubles.
+    loss_scale_delay: fp16: so many good steps at the start, and after each overflow, do not count for the window.
+    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by the n-th overflow, and by each one after it.
+        Counting begins again when the scale doubles, and with consecutive_hysteresis after every good step.
+    min_loss_scale: fp16: the dynamic scale is not halved below this.
+    skip_nonfinite: all ranks skip a step whose gradients are not finite; False takes it, as plain torch does (not in fp16).
+    max_skipped_steps: so many non-finite steps in a row stop the run with a diagnosis; inf: never.
+    hold_schedulers: torch's schedulers stand still after a skipped step, whoever calls them.
+    map_shared: ranks on one CPU host read each other's shards, and do not copy them.
+    keep_host_memory: CPU: tell the C allocator, for the whole process, to keep freed memory between steps
+        (memory/host_memory.py). With parameters on disk it is told to give large blocks back at once.
+    offload_optimizer: stages 1 to 3: where optimizer states and master weights rest and are stepped: an Offload, its device
+        ("none", "cpu", "nvme"), or a mapping of its fields.
+    offload_gradient: stages 2 and 3: where reduced gradient shards rest. Default: on the host if the optimizer is offloaded.
+    offload_param: stage 3: where parameter shards rest.
+    offload_path: the folder of every state on "nvme" that does not name its own.
+    delayed_update: after so many warm-up steps (0: from the first) the host's update of a step runs beside the next step's
+        forward and backward, one step late (ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper). None: never.
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2,
+        and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
     model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
-    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are
-                      gathered in between; 0: none.
-    prefetch_bucket_size: elements gathered ahead of use; another way to give prefetch_nbytes.
-    shard_size, mics_shard_size: states are sharded over groups of so many ranks (the first so many, and so on), and are alike in
-                      all groups: MiCS (arXiv 2205.00119, section 3.2), HSDP. Gathers stay inside of a group.
-    replicate_optimizer: with groups, or a mesh: each group holds all optimizer states; False: they, and gradients, are sharded over
-                      all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
-    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, made by the forward's
-                      gathers, from which later ones are served: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are gathered in
+        between; 0: none.
+    prefetch_bucket_size: prefetch_nbytes as a number of elements.
+    shard_size, mics_shard_size: shard states over groups of so many consecutive ranks, alike in all groups (MiCS, arXiv
+        2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
+    replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: they and gradients are
+        sharded over all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
+    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, which the forward's gathers
+        bring and later gathers use: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
     zero_quantized_weights: parameters travel packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
-                      zs.Compression.
-    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3); in two hops where ranks are in nodes. As above, and
-                      "top_k", "low_rank" (arXiv 1905.13727).
-    hierarchical:     gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found (several
-                      hosts of equally many ranks).
-    stall_timeout_s:  a wait longer than this raises on every rank, naming who is missing. Above 0, at most 2,000,000.
+        zs.Compression.
+    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3), in two hops where ranks are in nodes. As above,
+        and "top_k", "low_rank" (arXiv 1905.13727).
+    hierarchical: gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found
+        (several hosts of equally many ranks).
+    stall_timeout_s: a rank that waits longer than this raises on every rank, and names who is missing. Above 0, at most
+        2,000,000.
 
     What bounds a number of elements or bytes may be inf: no bound.
     """

@@ -64,8 +64,7 @@ def parallelize(
     Args:
         model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
             on the meta device. Drop it afterwards: the rank's part is `run.model`.
-        mesh: a mesh with axes named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp". Along an axis that is missing nothing
-            is cut.
+        mesh: with axes named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp", of which any may be missing.
         optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...), called with the parameters of the rank's
             part. Where all of a part are frozen it is called with one trained stand-in of a single element.
         micro_batches: forwards and backwards of a step, through the pipeline, or one after the other.
@@ -80,9 +79,7 @@ def parallelize(
             and after the blocks (see `cut_stages`).
         config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
-    Raises:
-        ConfigError: an axis does not divide heads, features, blocks or ranks; the nearest number that does is named. Nothing is
-            changed.
+    Raises ConfigError, before anything changes, where an axis does not divide heads, features, blocks or ranks.
 
     Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
