@@ -107,7 +107,7 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
     if contender.on_disk and workload.swap_path is None:
         return "no folder on a local disk; name one with --path"
     if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install 'zeroshard[bench]')"
+        return "deepspeed is not installed (pip install -e '.[bench]')"
     return None
 
 

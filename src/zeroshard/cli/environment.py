@@ -37,7 +37,9 @@ except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
 
 PEERS = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed")
-EXTRAS = ("rich", "matplotlib", "psutil")  # what `zeroshard train` needs
+EXTRAS = {  # optional libraries of the commands -> what is missing without them
+    "rich": "tables in frames", "matplotlib": "pictures",
+}  # fmt: skip
 BACKENDS = ("gloo", "nccl", "mpi")
 _SHARED_MEMORY = "/dev/shm"
 

@@ -269,7 +269,9 @@ def _transformers(name: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{name}: is built by the library transformers; install it with: pip install transformers") from error
+        raise ConfigError(
+            f"{name} is built by the library transformers, which is not installed; in a clone of zeroshard: pip install -e '.[cli]'"
+        ) from error
 
 
 def _imported(what: str, text: str) -> Callable:
