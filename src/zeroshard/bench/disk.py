@@ -67,7 +67,9 @@ def run(path: str | os.PathLike = ".", nbytes: int = NBYTES, rounds: int = ROUND
         programs: dict[str, Program] = {ENGINE: functools.partial(_engine_s, engine, file, memory)}
         programs |= _others(Path(file.path), nbytes)
         engine.write(file, 0, memory).wait()  # what follows overwrites, as steps do
-        turns = {name: functools.partial(_turn, program, nbytes) for name, program in programs.items()}
+        turns: dict[str, Callable[[], tuple[float, ...]]] = {
+            name: functools.partial(_turn, program, nbytes) for name, program in programs.items()
+        }
         speeds = take_turns(turns, rounds)
         result = {"path": str(path), "nbytes": nbytes, "rounds": rounds, "direct": file.direct}
     for index, mode in enumerate(MODES):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,12 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
             say(f"  {outcome.contender.name:14s} {f'ready after {outcome.setup_s:.1f} s' if outcome.ran else outcome.status}")
         for index in range(rounds.rounds):
             for outcome in turned([o for o in outcomes if o.contender.name in teams], index):
-                teams.attempt(outcome, lambda team, o=outcome, i=index: _take_turn(o, team, rounds, i))
+                teams.attempt(outcome, partial(_take_turn, outcome, rounds=rounds, index=index))
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
-            teams.attempt(outcome, lambda team, o=outcome: _measure_memory(o, team, rounds))
+            teams.attempt(outcome, partial(_measure_memory, outcome, rounds=rounds))
             if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
-                teams.attempt(outcome, lambda team, o=outcome: _measure_overlap(o, team, rounds))
+                teams.attempt(outcome, partial(_measure_overlap, outcome, rounds=rounds))
     return outcomes
 
 
@@ -106,7 +107,7 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
     if contender.on_disk and workload.swap_path is None:
         return "no folder on a local disk; name one with --path"
     if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install 'zeroshard[bench]')"
+        return "deepspeed is not installed (pip install -e '.[bench]')"
     return None
 
 
@@ -161,8 +162,9 @@ def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
 
     def sample() -> None:
         values = [memory.pss_nbytes(pid) for pid in team.pids]
-        if None not in values:
-            samples.append(values)
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
+            samples.append(known)
 
     ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
     names = ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")

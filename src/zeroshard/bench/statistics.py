@@ -61,15 +61,15 @@ def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
 def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Ratio of the peaks of resident memory while stepping, largest rank each."""
     found = by_name(outcomes)
-    peaks = [found[name].peak_rss for name in (ours, theirs) if name in found]
-    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
+    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_rss)]
+    return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
 def host_memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Ratio of the peaks of resident memory of all ranks together, a shared page counted once, while stepping."""
     found = by_name(outcomes)
-    peaks = [found[name].peak_pss_sum for name in (ours, theirs) if name in found]
-    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
+    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_pss_sum)]
+    return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
 def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:

@@ -164,7 +164,7 @@ class _Rank:
         losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
         cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
         peak = memory.peak_rss_nbytes()
-        life_peak = max(life_peak, peak) if peak else None
+        life_peak = max(life_peak, peak) if life_peak is not None and peak is not None else None
         return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
 
     def overlap(self, first_step: int, steps: int) -> Overlap | None:

@@ -7,7 +7,7 @@ Every command parses by `Parser`, which adds the two options that all of them ha
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
@@ -16,6 +16,7 @@ EXTRAS = {  # library -> the extra of pyproject.toml that installs it
     "psutil": "bench",
 }  # fmt: skip
 _chosen = {"quiet": False, "verbose": False}
+_asked: list[bool] = []  # not empty while `parser_of` asks a command for its parser
 
 
 def quiet() -> bool:
@@ -43,13 +44,6 @@ def how_to_install(library: str) -> str:
     return f"pip install -e '.[{EXTRAS[library]}]'"
 
 
-def no_picture(name: str, error: ModuleNotFoundError) -> str:
-    """The line in place of a picture whose library is not installed. Raises any error that has another reason."""
-    if error.name not in EXTRAS:
-        raise error
-    return f"{name} is not drawn: {error.name} is not installed; install it with: {how_to_install(error.name)}"
-
-
 def _formatter() -> type[argparse.HelpFormatter]:
     """argparse's own, or that of rich-argparse where it is installed and a terminal shows colours."""
     if not sys.stdout.isatty():
@@ -66,11 +60,13 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
 
     class _Help(_formatter()):  # type: ignore[misc]
         def _get_help_string(self, action: argparse.Action) -> str | None:
-            told = any(action.default is each for each in (None, False, argparse.SUPPRESS)) or "default:" in (action.help or "")
+            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS)) or "default:" in (
+                action.help or ""
+            )
             return action.help if told else super()._get_help_string(action)
 
         def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-            return {int: "N", float: "X"}.get(action.type, "TEXT")
+            return "N" if action.type is int else "X" if action.type is float else "TEXT"
 
     return _Help(prog, max_help_position=30)
 
@@ -95,6 +91,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; the first argument that is not an option of this command is an error."""
+        if _asked:
+            raise _Answer(self)
         for word in argv:
             if word.split("=")[0] in self.renamed:
                 old = word.split("=")[0]
@@ -110,6 +108,25 @@ class Parser(argparse.ArgumentParser):
         return known
 
 
+class _Answer(Exception):
+    """Carries the parser of a command out of it."""
+
+
+def parser_of(main: Callable[[list[str]], int]) -> Parser:
+    """The parser of a command. `main` is called, and left where it would parse, before it does anything."""
+    _asked.append(True)
+    try:
+        main([])
+    except _Answer as answer:
+        return answer.args[0]
+    finally:
+        _asked.clear()
+    raise AssertionError(f"{main.__module__}.main parses by no Parser")
+
+
+_LONG = 20  # characters of choices, which then stand in the help and not in the place of the value
+
+
 def add_options(parser: Parser, kind: type) -> None:
     """One option for each field of a dataclass that has metadata: help, group (its heading in --help) and argparse's settings."""
     groups: dict[str, argparse._ArgumentGroup] = {}
@@ -117,6 +134,9 @@ def add_options(parser: Parser, kind: type) -> None:
         if not option.metadata:
             continue
         settings = dict(option.metadata)
+        choices = settings.get("choices", ())
+        if len(",".join(map(str, choices))) > _LONG and "metavar" not in settings:
+            settings |= {"metavar": "NAME", "help": f"{settings['help']}: {', '.join(map(str, choices))}"}
         group, names = settings.pop("group", None), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
         if group is not None and group not in groups:
             groups[group] = parser.add_argument_group(group)

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import UsageError, no_picture
-from .sheets import say
+from .arguments import UsageError
+from .sheets import drawn
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,12 +126,7 @@ class RunFolder:
 
         Where matplotlib is not installed, a line says how to install it.
         """
-        try:
-            figure = plot(self.records, baselines)
-        except ModuleNotFoundError as error:
-            say(no_picture(f"{self.path}/{PLOT}", error))
-            return
-        figure.savefig(self.path / PLOT, dpi=120)
+        drawn(self.path / PLOT, lambda: plot(self.records, baselines).savefig(self.path / PLOT, dpi=120))
 
     def close(self) -> None:
         self._metrics.close()

@@ -156,9 +156,11 @@ class TrainOptions:
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
-        self._expect("save_in_background", self.save_every or not self.save_in_background, "none without --save-every")
+        self._expect("save_in_background", self.save_every > 0 or not self.save_in_background, "none without --save-every")
         self._check_offload()
-        self._expect("scale", self.case_study or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}")
+        self._expect(
+            "scale", self.case_study is not None or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}"
+        )
         self._expect("size", self.size is None or not self.case_study, f"none with --preset {self.preset}; give --scale")
         self._check_mesh()
         try:
@@ -184,11 +186,13 @@ class TrainOptions:
             config = self.sharding()
         except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
             raise UsageError(str(error)) from None
-        packs = self.quantized_weights or self.quantized_gradients
+        packs = bool(self.quantized_weights or self.quantized_gradients)
         self._expect(
             "quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients"
         )
-        self._expect("error_feedback", self.quantized_gradients or not self.error_feedback, "none without --quantized-gradients")
+        self._expect(
+            "error_feedback", bool(self.quantized_gradients) or not self.error_feedback, "none without --quantized-gradients"
+        )
         self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE
         self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
@@ -337,7 +341,7 @@ def parse_train(argv: Sequence[str]) -> TrainOptions:
 def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a preset and a mesh stand for, where nothing else is given."""
     if chosen.preset in PRESETS:
-        row = dict(PRESETS[chosen.preset])
+        row: dict[str, Any] = dict(PRESETS[chosen.preset])
     else:
         row = _published(CASE_STUDIES[chosen.preset], chosen.scale) if chosen.preset else {}
     row |= _of_plan(chosen) if chosen.config is not None else {}
@@ -373,7 +377,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
     """The stage and the length of sequences of a published run; at full scale also its batch and precision."""
-    row = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
+    row: dict[str, Any] = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
     if scale == "full":
         row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}
     return row

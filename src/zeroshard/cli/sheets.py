@@ -8,11 +8,12 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from .arguments import quiet
+from .arguments import how_to_install, quiet
 
 WIDTH = 160  # characters of a line in a file or a pipe
 _NARROWEST = 12  # characters of a column that is wrapped
@@ -101,6 +102,20 @@ def say(text: str = "") -> None:
     """Print a line that is no result: `--quiet` leaves it out."""
     if not quiet():
         print(text, flush=True)
+
+
+def drawn(path: Path, draw: Callable[..., Any], *arguments: Any) -> bool:
+    """Draw a picture; False, after a line on stderr, where matplotlib is not installed."""
+    try:
+        draw(*arguments)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        print(
+            f"{path} is not drawn: matplotlib is not installed; install it with: {how_to_install('matplotlib')}", file=sys.stderr
+        )
+        return False
+    return True
 
 
 def print_json(value: Any) -> None:

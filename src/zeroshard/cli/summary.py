@@ -118,7 +118,7 @@ def quality(scores: Mapping) -> Sheet:
 def memory(report: zs.Report) -> Sheet:
     """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
     rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
-    total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    total: Any = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
     cells = []
     for name, measured, formula, ddp in [*rows, total]:
         share = f"{measured / ddp:.0%}" if ddp else ""

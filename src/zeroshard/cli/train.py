@@ -137,7 +137,8 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
         error = str(found)
     except (ValueError, OSError) as found:  # of read_corpus
         error = f"--{found}" if isinstance(found, ValueError) else f"--data: {found}"
-    ranks.agree("text of --data", corpus and corpus.digest, error)
+    ranks.agree("text of --data", corpus.digest if corpus is not None else None, error)
+    assert corpus is not None, "else there is an error, which all raise"
     return corpus
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ class StepResult:
     memory_nbytes: tuple[int, ...]  # (world_size,) resident memory (CPU) or allocated memory (GPU) of each rank
 
 
-def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimizer]:
     """The sharded model and optimizer. The same seed gives every rank the same weights."""
     torch.manual_seed(options.seed)
     config = options.sharding()
@@ -140,7 +141,7 @@ class Trainer:
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             self.step, self.seconds, fraction = step, seconds, self._fraction(step, seconds)
-            record = self.optimizer.last_step
+            record = self.optimizer.last_step  # type: ignore[attr-defined]  # of a sharded one
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
             yield StepResult(
@@ -263,7 +264,8 @@ class Trainer:
         tokens = torch.tensor([list(prompt.encode())], device=self.ranks.device)  # (1, prompt)
         generator = torch.Generator().manual_seed(self.options.seed)
         self.model.eval()
-        written = self.model.generate(tokens, self.options.sample_bytes, temperature=0.8, top_k=40, generator=generator)
+        gpt: Any = self.model
+        written = gpt.generate(tokens, self.options.sample_bytes, temperature=0.8, top_k=40, generator=generator)
         self.model.train()
         text = bytes(written[0].tolist()).decode("utf-8", errors="replace")
         return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -14,6 +14,7 @@ Source: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism: arXiv 22
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -176,8 +177,17 @@ def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> 
     return sentences
 
 
+def most_ranks(model: nn.Module) -> int:
+    """The most ranks of tensor parallelism that divide a model; its divisors do so too. 1: there are no styles for it."""
+    try:
+        return math.gcd(*_sizes(model, styles_for(model)).values()) or 1
+    except ConfigError:
+        return 1
+
+
 def features(model: nn.Module, name: str, style: str) -> int:
     """How many features (per packed map) the style cuts of a module or parameter; rows of the table for an embedding."""
+    owner: Any
     owner, attribute = resolve(model, name)
     if attribute is not None:  # (..., out, in), as experts have
         shape = getattr(owner, attribute).shape
@@ -265,7 +275,7 @@ def _family(model: nn.Module) -> str:
 
 
 def _config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -8,7 +8,7 @@ over N ranks sends n (N - 1) / N, an all-reduce twice that.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | 
 class _Count(TorchDispatchMode):
     """Bytes of functional collectives, by the name of their group."""
 
-    def __init__(self, axes: dict[str, tuple[str, int]], found: dict[str, float]) -> None:
+    def __init__(self, axes: Mapping[Any, tuple[str, int]], found: dict[str, float]) -> None:
         from torch.distributed.tensor import DTensor
 
         super().__init__()

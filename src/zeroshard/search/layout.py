@@ -132,7 +132,7 @@ class Layout:
                 found["offload_param" if name == "parameter" else f"offload_{name}"] = _DEVICE_NAMES[getattr(self, name)]
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
-        named = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
+        named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
         named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:

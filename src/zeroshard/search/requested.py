@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
+from ..parallel.styles import most_ranks
 from ..planner.plan import Plan
 from ..planner.request import Request
 from .layout import Layout
@@ -29,12 +32,13 @@ def layout_of(request: Request) -> Layout:
     config, kept = request.config, request.checkpointing
     named = kept if isinstance(kept, Mapping) else {}
     checkpointing = "host" if "offload" in named else "partitioned" if "partition" in named else "blocks" if kept else "none"
-    packed = {
+    packed: dict[str, Any] = {
         name: getattr(getattr(config, f"zero_{name}"), "codec", None) for name in ("quantized_weights", "quantized_gradients")
     }
     packed = {name: codec if codec in ("int8", "int4", "fp8") else None for name, codec in packed.items()}
+    axes: dict[str, Any] = dict(request.axes)
     return Layout(
-        **request.axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
+        **axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
         parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
         precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
         hops="two" if config.hierarchical else "one", prefetch_nbytes=config.prefetch_nbytes, max_unit_numel=config.max_unit_numel,
@@ -43,7 +47,7 @@ def layout_of(request: Request) -> Layout:
 
 
 def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
-    """By formulas where the model is a GPT of ours, else by dry runs over data parallelism alone, which know nothing of tp.
+    """By formulas where the model is a GPT of ours, else by dry runs: over data parallelism alone, with checkpoints, and with tp = 2.
 
     plans: those that were made of the request: where its ranks are of data parallelism alone, one dry run less is needed.
     """
@@ -64,4 +68,14 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         checkpointed = replace(whole, checkpointing=True).plan()
     except ConfigError:  # nothing repeats
         checkpointed = None
-    return Profile.of_plan(known, request.seq, checkpointed)
+    halved, ranks = None, 1
+    if source.example is None:
+        with torch.device("meta"):
+            ranks = most_ranks(source.build())
+    if ranks % 2 == 0:
+        whole = replace(whole, axes={**whole.axes, "tp": 2}, node_size=2 * whole.axes["dp"])
+        try:
+            halved = whole.plan()
+        except ConfigError:  # its ranks can not share it
+            halved = None
+    return Profile.of_plan(known, request.seq, checkpointed, halved, ranks)

@@ -129,7 +129,7 @@ class Tiled(nn.Module):
     """A module that was cut into tiles, in place. It has the attributes it had, but for the parameters."""
 
     stands_for: type[nn.Module]
-    tiles: nn.ModuleList
+    tiles: Any  # a ModuleList of them
 
     def __getattr__(self, name: str) -> Any:
         if name in self._cut_attributes():
@@ -147,7 +147,7 @@ class Tiled(nn.Module):
 
     def _cut_attributes(self) -> set[str]:
         """Names of the parameters that are in the tiles."""
-        tiles = torch_compat.early_modules(self).get("tiles", ())
+        tiles: Any = torch_compat.early_modules(self).get("tiles", ())
         return {attribute for tile in tiles for attribute in tile.parts}
 
     @property

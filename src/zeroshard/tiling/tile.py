@@ -147,14 +147,14 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
     found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
-            if param is not None and not isinstance(param, nn.parameter.UninitializedTensorMixin):
+            if param is not None and not isinstance(param, torch_compat.UninitializedTensorMixin):
                 found[param].append(Holder(prefix, module, attribute))
     return found
 
 
 def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None) -> tuple[list[Cut], list[str]]:
     """Cuts that leave no weight above `limit` bytes, and a line for each parameter above it that stays whole."""
-    cuts, whole, seen = [], [], set()
+    cuts, whole, seen = [], [], set[nn.Parameter]()
     for param, held in holders.items():
         if param in seen:
             continue
@@ -177,8 +177,7 @@ def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dt
 
 
 def _itemsize(param: Tensor, dtype: torch.dtype | None) -> int:
-    keeps = dtype is None or not follows_precision(param.dtype)
-    return param.element_size() if keeps else dtype.itemsize
+    return dtype.itemsize if dtype is not None and follows_precision(param.dtype) else param.element_size()
 
 
 def _nbytes(param: Tensor, dtype: torch.dtype | None) -> int:
@@ -337,7 +336,7 @@ def _tiles_of(
     """What a module becomes, and its tiles."""
     if tiled_experts.are_experts(module):
         tiles = tiled_experts.make_tiles(module, weights, parts)
-        module.stands_for = type(module)
+        module.__dict__["stands_for"] = type(module)
         return tiled_experts.TiledExperts, tiles
     of_weight = list(zip(weights["weight"], parts["weight"], strict=True))
     if type(module) is nn.Embedding:

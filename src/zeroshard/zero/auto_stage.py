@@ -94,7 +94,8 @@ def _candidate(config: Config, row: tuple[int, str | None, str | None, str | Non
     if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
         return None
     try:
-        return dataclasses.replace(config, stage=row[0], **dict(zip(STATES, row[1:], strict=True)))
+        chosen: dict[str, Any] = dict(zip(STATES, row[1:], strict=True))
+        return dataclasses.replace(config, stage=row[0], **chosen)
     except ConfigError:
         return None
 
@@ -137,7 +138,9 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
     )
     try:
         with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
-            fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+            fake: dict[str, Tensor] = {
+                name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())
+            }
             own = {torch_compat.storage_id(value.untyped_storage()) for value in fake.values()}
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 output = torch.func.functional_call(model, fake, args, dict(named))

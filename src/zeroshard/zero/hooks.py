@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -167,7 +168,7 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-_OF_TRANSFORMERS = {"resize_token_embeddings": _resize, "save_pretrained": _save}
+_OF_TRANSFORMERS: dict[str, Callable[..., Any]] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:

@@ -243,7 +243,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return f"cuda:{torch.cuda.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        return torch.device("cuda", device_index)
+        return torch.device("cuda", device_index)  # type: ignore[arg-type]  # None: the current one
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -137,6 +137,10 @@ class Section:
 
     prefix: ClassVar[str]
     sections: ClassVar[dict[str, type[Section]]] = {}  # kind -> class, of the fields that are sections themselves
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field: `config_keys` lists them."""
 
     def __init__(self, **given: Any) -> None:
         self.notes: list[str] = []
@@ -202,7 +206,7 @@ class Section:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.model_dump().items())})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.model_dump() == other.model_dump()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -237,6 +241,7 @@ class DeepSpeedZeroConfig(Section):
     """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
 
     prefix = "zero_optimization"
+    overlap_comm: bool
     sections: ClassVar[dict[str, type[Section]]] = {
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
