@@ -8,6 +8,7 @@ object that this looks after; where it is gone and the end was not reached, the 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -38,11 +39,12 @@ class _Tally:
 
 
 class Backward:
-    """begun: it has reached a unit; scaled: the loss scale was applied."""
+    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """To be made inside of the backward: `at_end` is called when it is over, if it has begun."""
         self.begun = self.scaled = False
+        self.thread = threading.get_ident()
         self._arrived: set[int] = set()  # numbers of parameters
         self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)
