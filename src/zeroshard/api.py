@@ -41,6 +41,7 @@ from .utils.torch_compat import FakeTensor, carry_hooks, swap
 from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
+from .zero.out_of_memory import FAILURES, tell_of_building
 from .zero.parameter import ParamHome, ParamSpec
 from .zero.rank_consistency import agree_on_values, check_replicas, check_same_model, optimizer_groups
 from .zero.runtime import Runtime, runtime_of
@@ -275,11 +276,15 @@ def _build(
     builder = Builder(config, comms, ledger, tiers, optimizer_groups(optimizer), comm.new_serial())
     comm.fence_write(synchronised=True)  # fresh memory, also beside other models at rest: peers wait for our values
     try:
-        units = builder.build(partition(model, config, specs))
+        plans = partition(model, config, specs)
+        units = builder.build(plans)
         comm.fence_read()
     except OffloadIOError as error:  # the disk is full after all, with a part of the values written: every rank must fail
         tiers.close()
         tiers.fail(error)
+    except FAILURES as error:
+        tell_of_building(error, model, config, ledger, comm, plans)
+        raise
     assert builder.pool is not None
     runtime = Runtime(model, config, comms, units, ledger, builder.pool, tiers)
     object.__setattr__(model, "_zeroshard", runtime)

@@ -125,18 +125,18 @@ _OPTIMIZER_ONLY = ("ratio", "fused")
 
 @dataclass(frozen=True)
 class Offload:
-    """Tier on which one model state rests, and how it gets there. A string in its place is its `device`.
+    """Where one model state rests. A text in its place is its `device`.
 
-    device:        "none", "cpu" (host memory) or "nvme" (files on a local disk).
-    path:          nvme: an existing folder on that disk; a folder of this run is made in it, and removed at the end.
-                   None: Config.offload_path (of zs.checkpoint_activations: its path).
-    pin_memory:    use page-locked host memory with a GPU, so that copies overlap the computation.
-    ratio:         optimizer: fraction of the states, 0 to 1, that is offloaded; the rest stays on the device.
-    buffer_count, buffer_nbytes: number of host buffers through which states pass, per rank, and bytes of each. Parameters
-                   have half as many, each of the size of the largest shard.
-    fused:         optimizer: step with torch's fused kernels. None: as the optimizer was built if it computes on the
-                   host (equal in bits to no offload), fused for a GPU.
-    checksum:      nvme: keep a checksum of everything written, and compare it at each read.
+    device: "none", "cpu" (host memory) or "nvme" (files on a local disk).
+    path: nvme: an existing folder on that disk. A folder of this run is made in it, and removed at the end. None:
+        Config.offload_path (for zs.checkpoint_activations: its path).
+    pin_memory: page-locked host memory where there is a GPU, so that copies run beside the computation.
+    ratio: optimizer: the fraction of the states that is offloaded, 0 to 1. The rest stays on the device.
+    buffer_count, buffer_nbytes: number and bytes of the host buffers of a rank through which states pass. Parameters have half as
+        many, each as large as the largest shard.
+    fused: optimizer: step with torch's fused kernels. None: for a GPU yes, on the host as the optimizer was built (equal in bits
+        to no offload).
+    checksum: nvme: keep a checksum of everything written, and compare it when it is read.
     any_filesystem: nvme: accept tmpfs and network file systems.
     """
 
@@ -351,71 +351,70 @@ _CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 @dataclass(frozen=True)
 class Config:
-    """All options of `zs.shard`. Immutable, validated when built. `Config.preset(name)`, or preset= beside the options, sets the
-    options that a well-known name stands for: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload",
-    "zero-infinity" (which needs offload_path).
+    """Every option of `zs.shard`. Immutable, and validated when built. `Config.preset(name)`, or preset= beside the options, sets
+    those for which a name of the field stands: "ddp", "zero-1", "zero-2", "zero-3", "zero-offload", "zero-3-offload", "zero-
+    infinity" (which needs offload_path).
 
-    stage:            0, 1, 2 or 3.
-    precision:        dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no
-                      fp32 masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
-    units:            parameters that are gathered and reduced together: those of "auto" (classes that repeat in a container),
-                      "model" (one unit), "leaf" (one per module that owns parameters), a tuple of classes or class names,
-                      or a function (name, module) -> bool.
-    max_unit_numel:   split a unit of more elements at its child modules, as far as it has any (0: all units).
-    min_unit_numel:   merge neighbouring units until they have this many elements; 0: merge none.
-    max_grad_norm:    clip the global gradient norm to this before each step; None, or 0 as in other libraries: never.
-    overlap:          run reductions and gathers beside the computation; False waits for each (for debugging).
-    prefetch_nbytes:  largest number of bytes that are gathered ahead of use (one unit always is, also with 0).
-    gradient_dtype:   dtype in which reduced gradients rest and accumulate.
-    reduce_dtype:     dtype in which gradients are sent (default: the precision's); sums are always fp32.
-    master_weights:   keep fp32 masters and states if the precision is below fp32 (opting out is logged).
-    dtypes:           per-module policy: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}.
-                      A key holds for the module and all modules inside it, the nearest match wins; inputs and outputs are cast
-                      where the dtype changes. Norms with running statistics are fp32 unless a key matches them. A key that
-                      matches no module names parameters, as in {"router.weight": "fp32"}: no input is cast for these. Integers
-                      keep their dtype; so do fp64, and frozen fp8 and fp4 parameters, unless such a key names them.
-    cast_buffers:     cast floating-point buffers to the dtype in which their module computes; False leaves them as they are
-                      (rotary tables need fp32; a table that is added to activations must be cast).
-    agree_buffers:    copy rank 0's values of buffers to all ranks at the start, as of parameters; False: each rank keeps its own.
-    loss_scale:       fp16: "dynamic" or a fixed number above 0.
-    initial_loss_scale, loss_scale_window: fp16 dynamic scale: first value; number of good steps after which it doubles.
-    loss_scale_delay: fp16: number of good steps at the start, and after each overflow, that do not count for the window.
-    loss_scale_hysteresis, consecutive_hysteresis: fp16: number of overflows until the scale is halved, by that one and each later
-                      one; the count restarts when the scale doubles, with consecutive_hysteresis after every good step.
-    min_loss_scale:   fp16: smallest value to which the dynamic scale is halved.
-    skip_nonfinite:   skip a step with non-finite gradients, on all ranks; False: take it, as plain torch does (not in fp16).
-    max_skipped_steps: number of non-finite steps in a row that stop the run with a diagnosis; inf: never.
-    hold_schedulers:  torch's schedulers ignore their step, whoever calls it, if all optimizer steps since the last were skipped.
-    map_shared:       ranks on one CPU host read each other's shards in place, without a copy.
-    keep_host_memory: CPU: tell the C allocator to keep freed memory between steps (process-wide; memory/host_memory.py).
-        With parameters on disk it is told to return large blocks to the system at once.
-    offload_optimizer: tier on which optimizer states and master weights rest and are stepped (stages 1, 2, 3): an Offload, its
-                      device ("none", "cpu", "nvme"), or a mapping of its fields.
-    offload_gradient: tier of reduced gradient shards (stages 2, 3). Default: the host if the optimizer is offloaded.
-    offload_param:    tier of parameter shards (stage 3).
-    offload_path:     folder for every state on "nvme" that does not name its own.
-    delayed_update:   number of warm-up steps (0: none) after which the host's update of a step runs beside the next
-                      step's forward and backward, one step late; None: never (ZeRO-Offload, arXiv 2101.06840,
-                      section 4.3; 40 in the paper).
-    param_persistence_threshold: stage 3: parameters of at most this many elements stay whole on every rank's device, as at
-                      stage 2, and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
-    model_persistence_threshold: stage 3: largest number of elements that stay whole in all; the first ones of the model do.
-    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most this many elements are
-                      gathered in between; 0: none.
-    prefetch_bucket_size: number of elements gathered ahead of use; another way to give prefetch_nbytes.
-    shard_size, mics_shard_size: number of ranks of a group (adjacent ranks) over which states are sharded; all groups hold the
-                      same: MiCS (arXiv 2205.00119, section 3.2), HSDP. Gathers stay inside a group.
-    replicate_optimizer: with groups, or a mesh: each group holds all optimizer states; False: these, and gradients, are sharded
-                      over all ranks, and each group keeps parameters as with zero_hpz_partition_size.
-    zero_hpz_partition_size: stage 3: number of ranks of a node that keep a secondary shard of the parameters, made by the
-                      forward's gathers, which serves later gathers: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
-    zero_quantized_weights: send parameters quantized: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
-                      zs.Compression.
-    zero_quantized_gradients: send gradients quantized: qgZ (ibid., section 4.3), in two hops if ranks are in nodes. Values as
-                      for zero_quantized_weights, and "top_k", "low_rank" (arXiv 1905.13727).
-    hierarchical:     run gathers and reductions in two hops, between nodes and inside nodes. None: if nodes are given, or found
-                      (several hosts of equally many ranks).
-    stall_timeout_s:  a wait longer than this raises on every rank, naming the missing ranks. Above 0, at most 2,000,000.
+    stage: 0, 1, 2 or 3: what is sharded.
+    precision: dtype of parameters, activations and sent gradients: "fp32", "bf16" or "fp16". Frozen parameters have no fp32
+        masters: they are rounded, and stay so in exports and after zs.close (see `dtypes`).
+    units: what is gathered and reduced together: "auto" (the classes that repeat in a container), "model" (one unit), "leaf" (one
+        for each module that owns parameters), a tuple of classes or class names, or a function (name, module) -> bool.
+    max_unit_numel: units of more elements are split at their children, as far as they have any (0: all units).
+    min_unit_numel: neighbouring units are merged until they have this many elements; 0: none are.
+    max_grad_norm: clip the global norm to this before each step; None or 0: never.
+    overlap: run reductions and gathers beside the computation; False waits for each (for debugging).
+    prefetch_nbytes: how many bytes may be gathered ahead of use. One unit always is, also with 0.
+    gradient_dtype: dtype in which reduced gradients rest and accumulate.
+    reduce_dtype: dtype in which gradients are sent; None: the precision's. Sums are always fp32.
+    master_weights: keep fp32 masters and states when the precision is below fp32; False is logged.
+    dtypes: a dtype for some modules: {class name or name pattern: dtype or its name}, e.g. {"LayerNorm": "fp32"}. It holds for
+        all that is inside the module, and the nearest match wins. Inputs and outputs are cast where the dtype changes. A key that
+        matches no module names parameters ({"router.weight": "fp32"}), for which no input is cast. Norms with running statistics
+        are fp32 unless a key matches them. Integers keep their dtype, and so do fp64 and frozen fp8 and fp4 parameters that no
+        key names.
+    cast_buffers: cast floating-point buffers to the dtype in which their module computes. False leaves them: rotary tables need
+        fp32, but a table that is added to activations must be cast.
+    agree_buffers: buffers begin with rank 0's values, as parameters do; False: each rank keeps its own.
+    loss_scale: fp16: "dynamic", or a fixed number above 0.
+    initial_loss_scale, loss_scale_window: fp16, dynamic scale: its first value, and the good steps before it doubles.
+    loss_scale_delay: fp16: so many good steps at the start, and after each overflow, do not count for the window.
+    loss_scale_hysteresis, consecutive_hysteresis: fp16: the scale is halved by the n-th overflow, and by each one after it.
+        Counting begins again when the scale doubles, and with consecutive_hysteresis after every good step.
+    min_loss_scale: fp16: the dynamic scale is not halved below this.
+    skip_nonfinite: all ranks skip a step whose gradients are not finite; False takes it, as plain torch does (not in fp16).
+    max_skipped_steps: so many non-finite steps in a row stop the run with a diagnosis; inf: never.
+    hold_schedulers: torch's schedulers stand still after a skipped step, whoever calls them.
+    map_shared: ranks on one CPU host read each other's shards, and do not copy them.
+    keep_host_memory: CPU: tell the C allocator, for the whole process, to keep freed memory between steps
+        (memory/host_memory.py). With parameters on disk it is told to give large blocks back at once.
+    offload_optimizer: stages 1 to 3: where optimizer states and master weights rest and are stepped: an Offload, its device
+        ("none", "cpu", "nvme"), or a mapping of its fields.
+    offload_gradient: stages 2 and 3: where reduced gradient shards rest. Default: on the host if the optimizer is offloaded.
+    offload_param: stage 3: where parameter shards rest.
+    offload_path: the folder of every state on "nvme" that does not name its own.
+    delayed_update: after so many warm-up steps (0: from the first) the host's update of a step runs beside the next step's
+        forward and backward, one step late (ZeRO-Offload, arXiv 2101.06840, section 4.3; 40 in the paper). None: never.
+    param_persistence_threshold: stage 3: parameters of at most so many elements stay whole on every rank's device, as at stage 2,
+        and need no gather; 0: none. DeepSpeed's stage3_param_persistence_threshold.
+    model_persistence_threshold: stage 3: at most so many elements in all stay whole so; those that come first in the model do.
+    max_live_parameters: stage 3: keep a unit gathered from forward to backward if at most so many elements are gathered in
+        between; 0: none.
+    prefetch_bucket_size: prefetch_nbytes as a number of elements.
+    shard_size, mics_shard_size: shard states over groups of so many consecutive ranks, alike in all groups (MiCS, arXiv
+        2205.00119, section 3.2; HSDP). Gathers stay inside of a group.
+    replicate_optimizer: with groups, or a mesh of two axes: each group holds all optimizer states. False: they and gradients are
+        sharded over all ranks, and parameters are kept in groups as with zero_hpz_partition_size.
+    zero_hpz_partition_size: stage 3: nodes of so many ranks keep a secondary shard of the parameters, which the forward's gathers
+        bring and later gathers use: hpZ (ZeRO++, arXiv 2306.10209, section 4.2). 1: none.
+    zero_quantized_weights: parameters travel packed: qwZ (ibid., section 4.1). True ("int8"), "int8", "int4", "fp8", or a
+        zs.Compression.
+    zero_quantized_gradients: gradients travel packed: qgZ (ibid., section 4.3), in two hops where ranks are in nodes. As above,
+        and "top_k", "low_rank" (arXiv 1905.13727).
+    hierarchical: gathers and reductions go in two hops, between nodes and inside of them. None: where nodes are given, or found
+        (several hosts of equally many ranks).
+    stall_timeout_s: a rank that waits longer than this raises on every rank, and names who is missing. Above 0, at most
+        2,000,000.
 
     A bound on a number of elements or bytes may be inf: no bound.
     """

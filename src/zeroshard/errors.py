@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from errno import EBADMSG, EDQUOT, EFBIG, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
 from types import FrameType
 
+import torch
+
 
 class ZeroshardError(RuntimeError):
     """Base class of all errors that this library raises on purpose."""
@@ -115,8 +117,25 @@ class SwapError(ConfigError):
     """A folder can not hold offloaded states; the message says why, and a remedy."""
 
 
+OUT_OF_MEMORY_PAGE = "docs/how-to/out-of-memory.md"
+
+
 class HostMemoryError(ZeroshardError, MemoryError):
-    """The ranks of a host need more host memory than it has; the message is a table of needs, with remedies."""
+    """The ranks of a host need more of its memory than there is.
+
+    zs.shard raises it on all ranks before anything is allocated, where it sees that the states will not fit: the message is a table
+    with the remedies. A forward, a backward or a step raises it on the rank whose allocation has failed: the message says what this
+    rank holds and which changes make it less. How-to: docs/how-to/out-of-memory.md.
+    """
+
+
+class DeviceMemoryError(ZeroshardError, torch.OutOfMemoryError):
+    """A device had no memory for an allocation inside of a sharded model: in zs.shard, a forward, a backward or a step.
+
+    The message says what this rank holds, by kind, and names the cheapest changes that make it less, with what they cost. What torch
+    raised is the cause (`__cause__`), and `except torch.OutOfMemoryError` catches this one as well. How-to:
+    docs/how-to/out-of-memory.md.
+    """
 
 
 _IO_REMEDIES = {

@@ -17,6 +17,7 @@ from dataclasses import astuple, dataclass, field
 import torch
 
 from ..config import Config, Offload, Placement, Tier
+from ..errors import OUT_OF_MEMORY_PAGE
 from ..tensor.flat_layout import round_up
 from ..utils.host import host_identity
 from .host_memory import Limit
@@ -201,4 +202,4 @@ def _remedy(missing: int, sharers: list[Need], config: Config, limit: Limit) -> 
         remedies += ["stage=3, where ranks hold a part of every state"] * (config.stage < 3)
     remedies += ["fewer ranks on this host"] * (len(sharers) > 1)
     remedies += [limit.remedy]
-    return "To go on: " + "; or ".join(remedies) + "."
+    return "To go on: " + "; or ".join(remedies) + f". {OUT_OF_MEMORY_PAGE} has others."

@@ -25,13 +25,14 @@ _ADAMW = {"weight_decay": 0.01, "betas": (0.9, 0.999), "eps": 1e-8}
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon and AdamW, by parameter group.
+    """Muon for some parameter groups and AdamW for the others.
 
     Args:
-        params: parameters or groups. A group with use_muon=True takes the options of torch.optim.Muon (lr, momentum, weight_decay,
-            nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), with False those of AdamW (lr, betas, eps, weight_decay). One
-            without is divided by the attribute `use_muon` of its parameters, which each must have.
-        lr: of groups that name none; adam_lr: of those of AdamW; None: lr.
+        params: parameters or groups. A group with use_muon=True takes the options of torch.optim.Muon (lr, momentum,
+            weight_decay, nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), one with False those of AdamW (lr, betas, eps,
+            weight_decay). A group without it is divided by the attribute `use_muon`, which each of its parameters must have.
+        lr: learning rate of groups that name none.
+        adam_lr: learning rate of AdamW's groups that name none; None: lr.
 
     Raises:
         ConfigError: a parameter is in neither kind, or is to be stepped by Muon and is no matrix.

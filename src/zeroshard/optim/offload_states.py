@@ -43,22 +43,23 @@ def offload_states(
     """Move a sharded model's states off the device until `zs.reload_states` (collective, between steps).
 
     Args:
-        include: what: "optimizer" (states), "masters", "parameters", "gradients", "buffers" (of gathers, reductions, host steps,
-            saves and activation checkpoints); DeepSpeed's "optim_states", "hp_params", "lp_params", "lp_grads" and
-            "contiguous_grad_buffer" mean the same. None: all.
-        device: "cpu": copies in host memory; where the device is the host states stay where they are, and buffers go alone.
-            "nvme", a folder on a local disk, or an Offload: files in a folder of this run; "nvme" alone means that of zs.shard.
-            What rests off the device already stays where it is.
-        pin_memory: page-locked copies on the host.
-        non_blocking: return while copies to the host are under way (not to files).
+        include: which states: "optimizer", "masters", "parameters", "gradients", "buffers" (those of gathers, reductions, host
+            steps, saves and activation checkpoints), or DeepSpeed's words "optim_states", "hp_params", "lp_params", "lp_grads"
+            and "contiguous_grad_buffer". None: all.
+        device: "cpu" copies into host memory; where the device is the host, only buffers are freed. "nvme", a folder on a local
+            disk, or an Offload copies into files in a folder of this run; "nvme" alone means the folder of zs.shard. What rests
+            off the device already stays where it is.
+        pin_memory: use page-locked copies on the host.
+        non_blocking: return while copies to the host are under way (not those to files).
 
-    What is away raises StatesAway when it is used: a forward needs parameters, a backward gradients too, a step, a save or a
-    write all. Without gradients after `zero_grad` none are copied. More calls move what is still there.
+    Using a state that is away raises StatesAway: a forward needs parameters, a backward gradients too, a step, a save or a write
+    everything. After `zero_grad` there are no gradients to copy. Further calls move what is still on the device.
 
     Raises:
-        ConfigError: an option is wrong, on any rank; ranks call it differently. SwapError, ConfigError: the folder.
-        ZeroshardError: called inside a forward, a backward or zs.gathered(). Nothing has changed in any of these cases.
-        OffloadIOError: the disk failed: the model can not be used any more.
+        ConfigError: an option is wrong, on any rank, or ranks call it differently. Nothing has changed.
+        SwapError: the folder cannot be used. Nothing has changed.
+        ZeroshardError: it was called inside a forward, a backward or zs.gathered(). Nothing has changed.
+        OffloadIOError: the disk failed. The model cannot be used any more.
     """
     runtime = runtime_of(model)
     check_idle(runtime, "zs.offload_states", also_moved=True)

@@ -38,7 +38,7 @@ def value_of(param: Tensor) -> ParameterPart:
 
 
 def gradient_of(param: Tensor) -> ParameterPart:
-    """The mean gradient of a parameter of a sharded model; None where it has none. Setting it is what the next step uses."""
+    """The mean gradient of a parameter of a sharded model; None where it has none. The next step uses what you set."""
     return _Gradient(param)
 
 

@@ -27,6 +27,7 @@ from ..config import Placement, Tier
 from ..errors import ConfigError, ModelClosed, NonFiniteError, ShardedAccessError, ZeroshardError
 from ..memory.ledger import OPTIMIZER, claimed
 from ..zero.gradient_account import Clipped
+from ..zero.out_of_memory import Telling
 from ..zero.runtime import Runtime
 from ..zero.unit import ParamGroup
 from .cpu_kernels import matches
@@ -498,7 +499,8 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.core.step()
+        with Telling(self.core.runtime, "the optimizer's step"):
+            self.core.step()
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # torch: do not wrap it again, hooks would run twice

@@ -42,12 +42,14 @@ _BY_NAME = {"transformers.optimization.Adafactor"}  # of packages that are not i
 
 
 def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where | None = None) -> Any:
-    """Declare that an optimizer steps each parameter by itself and needs the whole of it; the class. Also as a decorator.
+    """Declare that an optimizer class steps each parameter by itself and needs the whole of it; return the class. Also usable as
+    a decorator.
 
     Args:
-        cls: the class; those derived from it go along. Its step of one parameter must depend on nothing but that parameter, its
+        cls: the class; classes derived from it count as well. Its step of a parameter must depend only on that parameter, its
             gradient, its states and the options of its group: no norm over several parameters, no count on the optimizer itself.
-        where: (parameter, options of its group) -> whether that one is stepped whole; the others are elementwise. None: all.
+        where: (parameter, options of its group) -> whether that parameter is stepped whole. The others are elementwise. None: all
+            whole.
 
     torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared.
     """

@@ -198,6 +198,24 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+def watch_backwards(kinds: tuple[type[BaseException], ...], failed: Callable[[BaseException], None]) -> None:
+    """Let `failed` see each error of these kinds by which a backward ends; it may raise another one in its place.
+
+    For the whole process, since torch tells nobody else of such an end. A backward without an error is not touched.
+    """
+    plain = torch.autograd._engine_run_backward
+
+    @functools.wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return plain(*args, **kwargs)
+        except kinds as error:
+            failed(error)
+            raise
+
+    torch.autograd._engine_run_backward = run
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call it when the backward that runs on this thread is over. Dropped, uncalled, where that fails."""
     Variable._execution_engine.queue_callback(call)

@@ -8,6 +8,7 @@ Autograd does not call the callback of a backward that fails, and reports the fa
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -38,13 +39,14 @@ class _Tally:
 
 
 class Backward:
-    """One backward of a model. begun: its gradients have reached a unit. scaled: the loss scale was applied to them."""
+    """begun: it has reached a unit; scaled: the loss scale was applied; thread: on which its first hook ran."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         """Construct it inside the backward; `at_end` is called when the backward ends, if it has begun."""
         self.begun = self.scaled = False
-        self._arrived: set[int] = set()  # numbers of parameters that have a gradient
-        self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by the unit's number
+        self.thread = threading.get_ident()
+        self._arrived: set[int] = set()  # numbers of parameters
+        self._tallies: dict[int, _Tally] = defaultdict(_Tally)  # by number of the unit
         end = _End(self, at_end)
         self._end = weakref.ref(end)
         torch_compat.at_end_of_backward(end)

@@ -1,11 +1,11 @@
-"""DistributedDataParallel's interface on a sharded model, for programs that were written for DDP.
+"""The class of a sharded model: what a program written for DistributedDataParallel sets and calls on its model is served by it.
 
     model.require_backward_grad_sync = False     the backwards that follow do not communicate, until it is True again
     with model.no_sync(): ...                    the same for the backwards inside: zs.accumulate
     model.module                                 AttributeError, which tells to use the model itself
 
-zs.shard replaces the model's class by a subclass of it with the same name, and zs.close restores the class. A model that has
-`require_backward_grad_sync` or `no_sync` already keeps its own.
+zs.shard makes the model's class a subclass of its own class with the same name, and zs.close takes that back. A model that has
+`require_backward_grad_sync` or `no_sync` already keeps its own. A forward that runs out of memory says more than torch does.
 
 `module` is not served: Transformers' `unwrap_model` and Accelerate's `extract_model_from_parallel` look for wrappers by
 `hasattr(model, "module")` and call themselves with `model.module`. A model that returned itself would never end that recursion.
@@ -14,10 +14,13 @@ zs.shard replaces the model's class by a subclass of it with the same name, and 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from .out_of_memory import FAILURES, tell
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -33,6 +36,13 @@ class ShardedModel:
         """Make an object of the user's class, since nn.Sequential makes its slices by `type(self)(...)`."""
         self.__class__ = type(self).__bases__[1]
         self.__init__(*args, **kwargs)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except FAILURES as error:
+            tell(error, self.__dict__["_zeroshard"], "the forward")
+            raise
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -80,8 +90,7 @@ def give_interface(runtime: Runtime) -> None:
     served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": no_sync}
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     added = {name: value for name, value in served.items() if not hasattr(model, name)}
-    metaclass: Any = type(own)
-    model.__class__ = metaclass(own.__name__, (ShardedModel, own), names | added)
+    model.__class__ = types.new_class(own.__name__, (ShardedModel, own), {}, lambda found: found.update(names | added))
 
 
 def take_interface(runtime: Runtime) -> None:

@@ -35,17 +35,18 @@ _BROADCAST_NBYTES = 1 << 26  # bytes of one rank's values in one exchange
 
 @contextlib.contextmanager
 def gathered(what: Any, *, write: bool = False, modifier_rank: int | None = None) -> Iterator[Any]:
-    """Make parameters ordinary, whole tensors on every rank (collective); one unit at a time is gathered to make the copies.
+    """Inside this context parameters are ordinary, whole tensors on every rank (collective). One unit at a time is gathered to
+    copy them.
 
     Args:
-        what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them).
-            Every rank gives the same ones, in any order. Those that were born under `zs.init` count as well.
-        write: keep what is written inside; every rank must write the same values.
-        modifier_rank: keep what this rank writes inside, on all ranks; what the others write is dropped.
+        what: a module, a parameter, or an iterable of parameters (None, duplicates and ordinary tensors may be among them). Every
+            rank gives the same ones, in any order. Parameters made under `zs.init` count as well.
+        write: keep what is written inside. Every rank must write the same values.
+        modifier_rank: keep, on all ranks, what this rank writes inside; what the others write is dropped.
 
-    Without either a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside a running forward with
-    gradients enabled, parameters stay as they are: operations compute with the gathered ones there, gradients included. A
-    parameter that is gathered already stays so, to be read. Parameters made inside, under `zs.init`, are whole until its end.
+    Without `write` and `modifier_rank` a write raises ShardedWriteError on exit, on every rank, and nothing is kept. Inside of a
+    running forward that takes gradients, operations compute with the gathered parameters already, gradients included. Parameters
+    that are made inside, under `zs.init`, are whole until the end.
     """
     module = isinstance(what, nn.Module)
     params = list(what.parameters()) if module else parameters_in(what)

@@ -7,6 +7,7 @@ library is traced; for a later compilation the hooks are opaque (`torch.compiler
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
 from .ddp_interface import give_interface, take_interface
+from .out_of_memory import FAILURES, tell
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -114,7 +116,20 @@ def _registered(module: nn.Module, name: str, param: nn.Parameter | None) -> Non
                 unit.set_to_itself(param)
 
 
-register_module_parameter_registration_hook(_registered)  # once: torch calls it for all modules of the process
+def _backward_failed(error: BaseException) -> None:
+    """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
+    runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
+    # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
+    running = [each for each in runtimes if each.backward is not None]
+    mine = [each for each in running if each.comm.device.type != "cpu" or each.backward.thread == threading.get_ident()]
+    if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
+        mine = runtimes
+    if mine:
+        tell(error, mine[-1], "the backward")
+
+
+register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process
+torch_compat.watch_backwards(FAILURES, _backward_failed)
 
 
 def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -158,15 +158,15 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
 def init(
     config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
 ) -> Iterator[None]:
-    """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
+    """Inside this context each parameter is sharded as soon as it is made, so that no rank holds the whole model.
 
-    Give the same stage (and comm) to zs.shard afterwards. Values equal, bit for bit, those of one process with the
-    same seed: every rank must have the same seed here. ZeRO-Infinity, arXiv 2104.07857, section 7.2.
+    It is for stages that shard parameters. Give the same stage (and comm) to zs.shard afterwards. Every rank must have the same
+    seed here; values then equal, bit for bit, those of one process with that seed. Parameters are made on torch's default device
+    (`with torch.device("cuda"), zs.init(...)`); a model made on the host can be moved by `model.cuda()` before zs.shard. Source:
+    ZeRO-Infinity, arXiv 2104.07857, section 7.2.
 
-    dtype: dtype of floating-point parameters, in which later initialisations write them; None: as the constructor makes them.
-
-    Parameters are made on torch's default device (`with torch.device("cuda"), zs.init(...)`); a model that is made on the
-    host can be moved before zs.shard, as without sharding: `model.cuda()`.
+    Args:
+        dtype: dtype of floating-point parameters, in which they are initialised; None: as the model makes them.
     """
     config = Config.build(config, **options)
     group = backend_select.current(comm, talking_device(torch.get_default_device()), config.stall_timeout_s)  # type: ignore[arg-type]

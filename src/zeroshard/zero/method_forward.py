@@ -14,23 +14,23 @@ from ..utils.torch_compat import original
 
 
 def register_forward(module: nn.Module, name: str) -> None:
-    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered, its hooks run.
+    """Make a call of the method `module.<name>` a forward of the module: its parameters are gathered and its hooks run.
 
-    At stage 3 parameters are whole only inside the forward of their module: a method of another name (`model.encode(x)`)
-    would find slices. At every stage the inputs and outputs of a registered method are treated as those of a forward: they
-    are cast, and with fp16 the gradients of outputs get the loss scale. FSDP2's equivalent is `register_fsdp_forward_method`.
+    At stage 3 parameters are whole only inside of their module's forward. A method of another name that a program calls by itself
+    (`model.encode(x)`) would find slices. At every stage the method's inputs and outputs then count as those of a forward: they
+    are cast, and in fp16 the loss scale enters by them. FSDP2 has `register_fsdp_forward_method` for this.
 
-    Call it on every rank, before or after zs.shard. Inside a forward of the module, and while torch.compile traces, a call of
-    the method is an ordinary call. In a model that is not sharded only the module's own forward hooks see the calls.
-    Registering a method again changes nothing. A deep copy of the module has its methods registered as well.
+    Call it on every rank, before or after zs.shard. Inside of a forward of the module, in methods that it calls, and while
+    torch.compile traces, the method runs as before. In a model that is not sharded only the module's own forward hooks see the
+    calls. Registering a method again changes nothing, and a deep copy of the module has its methods registered as well.
 
     Args:
-        module: the module whose parameters, or those of modules inside it, the method uses.
-        name: name of the method; its signature and result are not changed.
+        module: the module whose parameters the method uses, with those of the modules inside of it.
+        name: the name of the method.
 
     Raises:
-        ConfigError: the module has no such method; it is `forward`, which needs no registration; or it is a generator or a
-            coroutine, most of which runs after its call is over: register the method that it calls at each turn.
+        ConfigError: the module has no such method; or it is `forward`, which needs no registration; or it is a generator or
+            coroutine, most of which runs after its call is over: register what it calls at each turn.
 
     Example::
 
