@@ -539,7 +539,8 @@ def two_by_two(rank, path):
         for key, value in reference(case)[0].state.items():
             same(zs.full_state_dict(model)[key], value, key, 0.0)
         report = zs.activation_report(model)
-        assert report.gathers.count == 2 * LAYERS and report.world_size == 2
+        assert report.gathers.count == 2 * LAYERS == sum(report.gathers.units.values()) and report.world_size == 2
+        assert report.gathers.between == 0  # the ranks of tp are on one node
         zs.close(model)
     model = zs.checkpoint_activations(copy.deepcopy(case.model), partition=mesh["tp"], min_numel=1)
     error = caught(square(model, (torch.ones(4 + rank % 2, DIM),)).backward)

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -206,7 +207,8 @@ def test_two_parameters_that_are_cut_differently():
 def test_what_leaves_torch():
     def task(model: nn.Module, _: object) -> None:
         weight = model.first.weight
-        for take in (lambda: weight.numpy(), lambda: weight.detach().numpy(), lambda: weight.tolist()):
+        array = lambda: np.asarray(weight.detach(), dtype="float64")  # noqa: E731  # numpy gives the dtype
+        for take in (lambda: weight.numpy(), lambda: weight.detach().numpy(), lambda: weight.tolist(), array):
             with pytest.raises(zs.ShardedAccessError, match=r"call detach\(\).full_tensor\(\)"):
                 take()
         assert weight.detach().full_tensor().numpy().tolist() == BASE.first.weight.tolist()

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -253,7 +254,7 @@ class _Counter(TorchDispatchMode):
 
     kernels = nbytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         known = {torch_compat.storage_id(each.untyped_storage()) for each in given}

@@ -288,7 +288,7 @@ def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
     return found
 
 
-def _finish(results: Results, out: Path, console) -> int:
+def _finish(results: Results, out: Path, console: Any) -> int:
     """Print, write, draw; returns the exit code."""
     if not quiet():
         report.print_results(results, console)

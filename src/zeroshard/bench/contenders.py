@@ -76,7 +76,9 @@ class Trainer:
     place: int | None = None
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None):
+def _plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The ordinary loop of every PyTorch program; `autocast` names the device type for bf16 autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def _adamw(model: nn.Module, **variant: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **variant)
 
 
-def _zeroshard(model: nn.Module):
+def _zeroshard(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
     return zs.shard(model, _adamw(model, fused=True), stage=3, comm=FakeComm(rank=0, world_size=2))
 
 

@@ -98,7 +98,7 @@ class Team:
                 self._fail(f"no answer from rank {silent} within {timeout_s:.0f} s")
         return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _receive(self, pipe, rank: int) -> object:
+    def _receive(self, pipe: Any, rank: int) -> object:
         try:
             answer = pipe.recv()
         except (EOFError, ConnectionError):

@@ -147,7 +147,7 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
         return None
     if optimizer is not runtime.optimizer:
         raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.")
-    return optimizer.core  # type: ignore[attr-defined]
+    return optimizer.core
 
 
 def _plan(

@@ -66,7 +66,7 @@ def _help_formatter(prog: str) -> argparse.HelpFormatter:
             return action.help if told else super()._get_help_string(action)
 
         def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-            return {int: "N", float: "X"}.get(action.type, "TEXT")
+            return "N" if action.type is int else "X" if action.type is float else "TEXT"
 
     return _Help(prog, max_help_position=30)
 

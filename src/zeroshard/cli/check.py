@@ -89,9 +89,9 @@ def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
     given = {name: value for name, value in given.items() if name not in auto}
     if auto and not {*_BATCH[:2]} & given.keys():
         given["train_micro_batch_size_per_gpu"] = 1  # whatever the program fills in
-    train, micro, steps = (given.get(name) for name in _BATCH)
-    if ranks is None and all(isinstance(size, int) and size > 0 for size in (train, micro, steps)):
-        ranks = max(train // (micro * steps), 1)
+    sizes = [size for size in map(given.get, _BATCH) if isinstance(size, int) and size > 0]
+    if ranks is None and len(sizes) == len(_BATCH):
+        ranks = max(sizes[0] // (sizes[1] * sizes[2]), 1)
     return DeepSpeedConfig(given, world_size=ranks or 1)
 
 
@@ -103,7 +103,7 @@ def _problem(given: dict[str, Any], ranks: int | None) -> str | None:
         if config.optimizer_name is None:
             return None
         parameter = torch.nn.Parameter(torch.zeros(2, 2))
-        parameter.use_muon = True
+        parameter.__dict__["use_muon"] = True
         optimizer = build_optimizer(config, [parameter])
         if config.scheduler_name is not None:
             schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer)

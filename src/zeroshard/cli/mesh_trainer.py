@@ -39,10 +39,10 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> Any:
     with torch.device("meta" if options.scale == "full" else ranks.device):  # no rank could hold a published model
         model = GPT(options.model_config())
     make = functools.partial(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    chosen = {} if options.schedule is None else {"schedule": options.schedule}
     return zs.parallelize(
         model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
-        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None, **chosen,  # as it was planned
+        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # as it was planned
+        schedule=options.schedule,
     )  # fmt: skip
 
 

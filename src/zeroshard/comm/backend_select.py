@@ -18,6 +18,7 @@ import secrets
 import sys
 import threading
 import weakref
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ def _hook_failures() -> None:
         return
     previous = sys.excepthook
 
-    def hook(kind, error, trace) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         announce(error)
         previous(kind, error, trace)
 

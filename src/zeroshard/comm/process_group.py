@@ -131,7 +131,7 @@ class _Explained:
             raise self._known(self.comm.desk.told)
         self.comm.progress.wait(self.label)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):
             self.comm.progress.awake()
         if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):

@@ -73,7 +73,7 @@ class SharedComm(Comm):
         self.hub.stall_timeout_s = seconds
 
     @property
-    def pending(self) -> Pending:  # type: ignore[override]
+    def pending(self) -> Pending:
         return self.hub.pending
 
     @pending.setter

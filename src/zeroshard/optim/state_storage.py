@@ -207,7 +207,7 @@ class ShardedState(ShardedTensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return torch_compat.data_attribute.__get__(self)
 
     @data.setter
@@ -221,7 +221,7 @@ class WholeState(Tensor):
     __torch_function__ = torch_compat.disabled_torch_function
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.plain().data
 
     @data.setter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .table import Table
 
@@ -35,7 +36,7 @@ def draw(table: Table, path: Path) -> list[Path]:
     return [path]
 
 
-def _draw_curves(axis, table: Table, kind: str) -> None:
+def _draw_curves(axis: Any, table: Table, kind: str) -> None:
     """The lines whose names begin with `kind`: each kind has a panel, since lines of two kinds may coincide."""
     assert table.curves is not None
     across, up, lines = table.curves
@@ -45,7 +46,7 @@ def _draw_curves(axis, table: Table, kind: str) -> None:
     axis.set(xscale="log", xlabel=across, ylabel=up if kind == next(iter(lines)).partition(",")[0] else "")
 
 
-def _draw_bars(axis, table: Table) -> None:
+def _draw_bars(axis: Any, table: Table) -> None:
     """Of the columns that have printed values; of all, where nothing was printed."""
     shown = ({cell.column for cell in table.compared} or {cell.column for cell in table.cells}) - set(table.apart)
     cells = [cell for cell in table.cells if cell.column in shown and _number(cell.computed) is not None]

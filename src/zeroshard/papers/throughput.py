@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config import Tier
 from ..models.gpt import GPTConfig
@@ -113,7 +114,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
 
 
-def _figure(name: str, number: str, title: str, label) -> Table:
+def _figure(name: str, number: str, title: str, label: Any) -> Table:
     """One figure: each configuration of the appendix, printed where the chart was read."""
     measured = {
         (row["model"], "ZeRO" if row["system"] == "ZeRO" else "Baseline", row["gpus"], row["config"]): row["value"]

@@ -93,7 +93,7 @@ class _Stage(PipelineStage):
             return (), None
         if backward_type == "weight":
             weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
-            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])  # type: ignore[arg-type]
+            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
             runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
         with _held(runtime, reduce=last_backward):
@@ -416,7 +416,7 @@ class Pipeline:
 
 def whole(loss: Tensor) -> Tensor:
     """Of a loss that is a DTensor, as loss_parallel makes it, the value."""
-    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
+    return loss.full_tensor() if is_distributed(loss) else loss
 
 
 def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:

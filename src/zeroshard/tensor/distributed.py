@@ -90,7 +90,7 @@ class Distribution:
     def local(self, value: Tensor) -> Tensor:
         """This rank's shard of a value: of a DTensor, or of a whole tensor. Anything else as it is."""
         if is_distributed(value):
-            return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
+            return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 

@@ -101,7 +101,7 @@ class ParameterHome(Home, Protocol):
         """What makes of a gradient of the parameter's slice, or (not sliced) of its whole, that which this rank adds to the others'."""
 
 
-class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):  # type: ignore[misc]  # __array__ does not return
+class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
     """A tensor of the true shape of which this rank holds elements [home.start, home.stop), flattened."""
 
     _held: Tensor | None  # (stop - start,), or None: the home fetches what is at rest
@@ -160,7 +160,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):  # type: ignore[
         return memo.setdefault(id(self), self.detach().clone())
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The value without its graph; what is assigned is copied into the slices."""
         return torch_compat.data_attribute.__get__(self)
 
@@ -189,7 +189,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):  # type: ignore[
         return shard_at(self, index)
 
 
-class ShardedParameter(CarriesAttributes, ShardedTensor):  # type: ignore[misc]
+class ShardedParameter(CarriesAttributes, ShardedTensor):
     """What stands in a module's table of parameters at rest. An nn.Parameter by isinstance."""
 
     _is_param = True
@@ -221,7 +221,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):  # type: ignore[misc]
             return func(*args, **kwargs)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The sharded value without its graph; what is assigned is copied into the slices."""
         return torch_compat.data_attribute.__get__(self)
 
@@ -230,7 +230,7 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):  # type: ignore[misc]
         self._home.assign(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
         return self._home.gradient()
 
@@ -256,7 +256,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
     _home: ParameterHome
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The value without its graph, but with its count of writes: masters follow them. What is assigned is copied."""
         return self.detach()
 
@@ -265,7 +265,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         self._home.assign(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks (sharded placement: a sharded tensor of the true shape), or None."""
         local = local_grad(self)
         if local is not None or torch.compiler.is_compiling():

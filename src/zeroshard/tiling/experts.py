@@ -34,7 +34,7 @@ class ExpertsTile(Tile):
         """(S, H), (S, 1) counted from the tile's first expert, (S, 1) -> (S, H)"""
         if not len(hidden):
             return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
-        return super().forward(hidden, index, weights)  # type: ignore[misc]
+        return super().forward(hidden, index, weights)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _blank, (self.stands_for,), self.__dict__

@@ -150,7 +150,7 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
     """The hooks of a tensor that run when its gradient is complete: torch's own table, in which they may be exchanged."""
-    return tensor._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    return tensor._post_accumulate_grad_hooks or {}
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
         return _around(named, [(name, module) for name, module in named if units(name, module)])
-    return _around(named, _of_classes(named, tuple(units), option))  # type: ignore[arg-type]
+    return _around(named, _of_classes(named, tuple(units), option))
 
 
 def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

@@ -75,11 +75,13 @@ def give_interface(runtime: Runtime) -> None:
         """`zs.accumulate(model)` under the name that DDP gives it."""
         return accumulate(runtime)
 
-    model, own = runtime.model, type(runtime.model)
+    model: Any = runtime.model
+    own: type[nn.Module] = type(model)
     served = {"require_backward_grad_sync": property(lambda _: runtime.sync, switched), "no_sync": no_sync}
     names = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
     added = {name: value for name, value in served.items() if not hasattr(model, name)}
-    model.__class__ = type(own)(own.__name__, (ShardedModel, own), names | added)
+    metaclass: Any = type(own)
+    model.__class__ = metaclass(own.__name__, (ShardedModel, own), names | added)
 
 
 def take_interface(runtime: Runtime) -> None:

@@ -389,9 +389,9 @@ class Builder:
             given = original._local if isinstance(original, ShardedTensor) else original
             if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
                 given.record_stream(torch.cuda.current_stream(given.device))
-        view = group.values.views[index]
+        view, attributes = group.values.views[index], attributes_of(original)
         fresh = nn.Parameter(view, requires_grad=original.requires_grad)
-        fresh.__dict__.update(attributes_of(original))
+        fresh.__dict__.update(attributes)
         if not group.values.sharded:
             if original.is_meta or isinstance(original, ShardedTensor):
                 self._replace(spec, fresh)
@@ -420,7 +420,7 @@ class Builder:
         carry_hooks(original, compute)
         adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
-        param.__dict__.update(given)
+        param.__dict__.update(attributes)
         param._compute = compute  # type: ignore[attr-defined]
         group.params.append(param)
         group.compute.append(compute)

@@ -497,7 +497,7 @@ class Unit:
                 with torch.enable_grad():  # a forward without gradients may have parts with them
                     made[id(local)] = distribution.wrap(local)
             self._shown.append((parameters, attribute, local, made[id(local)]))
-            parameters[attribute] = made[id(local)]  # type: ignore[assignment]
+            parameters[attribute] = made[id(local)]
 
     def hide(self) -> None:
         """The inverse of `expose`."""

@@ -37,7 +37,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         ctx._dtype = torch.get_autocast_dtype(input.device.type)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         with torch.autocast(input.device.type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):

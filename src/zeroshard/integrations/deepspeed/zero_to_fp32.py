@@ -62,7 +62,7 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
 
 def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
     """The checkpoint, and names of what is wanted of it."""
-    opened = open_any(Alone(), folder, verify=verify, values=False)  # type: ignore[arg-type]
+    opened = open_any(Alone(), folder, verify=verify, values=False)
     told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
     if exclude_frozen and "frozen" not in told:
         raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")

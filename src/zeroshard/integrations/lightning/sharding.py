@@ -89,7 +89,7 @@ class Sharding(_Strategy):
     @property
     def checkpoint_io(self) -> Any:
         """For checkpoints that are one file."""
-        return super().checkpoint_io  # type: ignore[misc]
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, given: Any) -> None:
