@@ -14,6 +14,7 @@ DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")  # `zero/unit.py:Unit.ready`, below src/zeroshard
 PATH = re.compile(r"(?<![\w/.])((?:tests|docs|src/zeroshard|scripts)/[\w/.-]*\w)")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+PUBLIC = re.compile(r"\bzs\.(\w+)")
 MAX_COLUMNS, MAX_LINES = 120, 5
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 ITEM = re.compile(r"\s*([-*]|\d+\.)\s")  # of a list: a paragraph of its own
@@ -84,6 +85,13 @@ def test_paths_and_links_lead_somewhere(path):
     missing = [each for each in PATH.findall(text) if not (ROOT / each).exists()]
     missing += [each for each in LINK.findall(text) if not (path.parent / each).exists()]
     assert not missing, f"{path.name} names what does not exist: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if path.name != "log.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_names_of_pages_exist(path):
+    names = sorted(set(PUBLIC.findall(path.read_text())))
+    missing = [name for name in names if not hasattr(zeroshard, name)]
+    assert not missing, f"{path.name} names what zeroshard does not have: {', '.join(f'zs.{name}' for name in missing)}"
 
 
 def test_the_tour_has_ten_stops():

@@ -1,5 +1,6 @@
 """Simulated throughput beside the charts: order, distance, and what must follow by itself; largest models by memory."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -62,13 +63,19 @@ def test_without_model_parallelism_the_average_and_the_baseline_are_as_the_text_
     assert [cell.agrees for cell in throughput.fig8().compared] == [True, True]
 
 
-def test_runs_of_others_are_within_a_fifth_for_seven_in_ten_and_each_difference_is_explained():
+def test_runs_of_others_are_within_a_fifth_for_eight_in_ten_and_each_difference_is_explained():
     table = others.throughput_others()
     compared = {cell.row: cell for cell in table.compared}
-    assert len(compared) == 53 and sum(cell.agrees for cell in compared.values()) >= 38
+    assert len(compared) == 93 and sum(cell.agrees for cell in compared.values()) >= 75
     assert table.unexplained == []
     a100 = {row: cell for row, cell in compared.items() if "x a100" in row and "ZeRO-3" not in row and "Azure" not in row}
     assert sum(abs(cell.difference) for cell in a100.values()) / len(a100) < 0.1  # Megatron-LM, MT-NLG, BLOOM, FSDP, MPT
+
+
+def test_long_sequences_are_within_a_fifth():
+    """MPT's runs of 4K to 64K tokens, of which attention computes up to seven tenths: none was used to choose a number."""
+    long = [cell for cell in others.throughput_others().compared if re.search(r"MPT-\d+B \d+K", cell.row)]
+    assert len(long) == 40 and sum(cell.agrees for cell in long) >= 38
 
 
 def test_a_full_pipeline_grows_by_the_same_with_each_micro_batch():
@@ -85,7 +92,7 @@ def test_kernels_of_2019_move_more_than_those_that_were_fused_and_products_are_c
     for kernels in ("eager", "fused", "flash"):
         block = Profile.of_shape(shape, kernels=kernels).blocks[0]
         moved[kernels] = [block.moved_nbytes(2, 1, backward) for backward in (False, True)]
-        assert block.products == 6 and block.flops == 24 * 1536**2 + 4 * 1024 * 1536
+        assert block.products == (4 if kernels == "flash" else 6) and block.flops == 24 * 1536**2 + 4 * 1024 * 1536
     assert moved["eager"][0] == 2 * (49 * 1536 + 12.5 * 16 * 1024) and moved["eager"] > moved["fused"] > moved["flash"]
     assert block.moved_nbytes(2, 4, False) > moved["flash"][0] / 4  # norms and residuals are whole on each rank
 

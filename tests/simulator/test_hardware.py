@@ -7,9 +7,10 @@ import pytest
 from unit_hardware import BETWEEN, DEVICE, INSIDE, READ, UNIT, compute, move
 
 from zeroshard.errors import ConfigError
+from zeroshard.papers.throughput import of_2019
 from zeroshard.simulator import hardware as module
 from zeroshard.simulator.hardware import NAMES, Curve, Hardware, Link, resource_seconds, seconds
-from zeroshard.simulator.trace import Resource, Task, Trace
+from zeroshard.simulator.trace import AttentionWork, Resource, Task, Trace
 
 UP = Resource.UP
 ONE = Trace()
@@ -46,8 +47,11 @@ def test_efficiency_grows_with_the_size_of_matrices():
     curve = Curve((1e3, 1e5), (0.2, 0.6))
     assert [curve.at(flops) for flops in (1, 1e3, 1e5, 1e9)] == [0.2, 0.2, 0.6, 0.6]
     assert curve.at(1e4) == pytest.approx(0.4)
-    v100 = Hardware.named("v100-32gb").device
-    for hidden, measured in ((8192, 62e12), (65536, 78e12)):  # ZeRO-Infinity, section 4.2
+    for v100, hidden, measured in (
+        (of_2019(Hardware.named("v100-32gb")).device, 8192, 62e12),  # ZeRO-Infinity, section 4.2, of 2,048 tokens
+        (of_2019(Hardware.named("v100-32gb")).device, 65536, 78e12),
+        (Hardware.named("v100-32gb").device, 8192, 95e12),  # libraries of 2022
+    ):
         flops = 2 * 2048 * hidden * 4 * hidden
         assert v100.peak("fp16") * v100.efficiency.at(flops) == pytest.approx(measured, rel=0.01)
 
@@ -159,3 +163,22 @@ def test_a_link_of_a_rank_alone_is_not_slower_than_that_of_many():
     assert seconds(move("read", 16e9, resource=READ), Hardware.named("v100-32gb"), Trace(node_size=16)) == pytest.approx(
         10, rel=1e-3
     )
+
+
+def test_attention_takes_the_time_of_its_own_curve():
+    """FlashAttention-2 on an H100: 8K tokens at 0.335 of the peak, causal half of them at 0.301; products at 0.70."""
+    h100 = Hardware.named("h100-80gb")
+    flops, peak = 1e13, h100.device.peak("bf16")
+
+    def seconds_of(causal):
+        work = AttentionWork(flops, 8192, causal, 1)
+        return seconds(
+            Task("attention", "forward", {Resource.DEVICE: 0.0}, flops=flops, dtype="bf16", attention=work), h100, Trace()
+        )
+
+    assert seconds_of(False) == pytest.approx(flops / (0.335 * peak), rel=1e-3)
+    assert seconds_of(True) == pytest.approx(0.5 * flops / (0.301 * peak), rel=1e-3)
+    both = Task("both", "forward", {Resource.DEVICE: 0.0}, flops=3 * flops, products=4, kernels=5, dtype="bf16",
+                attention=AttentionWork(flops, 8192, False, 1))  # fmt: skip
+    products = 2 * flops / (0.70 * peak)
+    assert seconds(both, h100, Trace()) == pytest.approx(products + seconds_of(False), rel=0.01)

@@ -30,7 +30,7 @@ def test_gathers_overlap_with_computation():
 def test_the_critical_path_adds_up_and_names_what_bounds():
     result = simulate(GATHERS, UNIT)
     assert result.critical == {DEVICE: 9, INSIDE: 2}
-    assert "bound by computation: 82% of the step, 82% by 'forward'; 2000 ms (18%)" in result.bound
+    assert "bound by computation: 82% of the step, 82% by 'forward'; 2,000 ms (18%)" in result.bound
     slow = simulate(GATHERS, UNIT, utilisation=0.25)
     assert sum(slow.critical.values()) == slow.step_s
     assert "bound by links inside nodes" in slow.bound

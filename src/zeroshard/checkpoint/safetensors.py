@@ -249,18 +249,19 @@ def _put(group: ParamGroup, index: int, value: Tensor) -> None:
 def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
 
-    Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
-    it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
-    once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
-    `load_model` ties them again). On a mesh with model axes parameters are whole, and what all stages of a pipeline have is in the file. Until all of it is on the disk it has another name: a file of this name is complete.
+    Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
+    ranks that do not see the file. Names, shapes and bits are those of `zs.full_state_dict(model)`. Tied tensors are written
+    once, under their first name, with the other names in the metadata, as `safetensors.torch.save_model` does. On a mesh with
+    model axes parameters are whole, and the file has all stages of a pipeline. The file has another name until it is complete.
 
     Args:
-        path: the file; rank 0's counts. One that exists is replaced.
-        dtype: of floating-point tensors in the file (fp8, fp4 keep theirs); None: as they rest. torch.float32 takes fp32 masters where there are any.
+        path: the file; rank 0's argument counts. A file that exists is replaced.
+        dtype: dtype of floating-point tensors in the file, except fp8 and fp4; None: as they rest. torch.float32 takes fp32
+            masters where there are any.
 
     Raises:
-        ConfigError: the state dict holds what safetensors has no place for, or dtype is none of floating-point numbers.
-        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), the folder
+        ConfigError: the state dict holds what safetensors has no place for, or dtype is not one of floating-point numbers.
+        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), or the folder
             is missing or not writable. Nothing is kept.
     """
     runtime = runtime_of(model)

@@ -66,17 +66,18 @@ def stream_full_tensors(
     dtype: torch.dtype | None = None,
     names: Iterable[str] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The model's state dict in parts: dictionaries of whole tensors, on every rank (collective: all ranks iterate alike).
+    """Yield the model's state dict in parts: dictionaries of whole tensors, on every rank (collective: all ranks iterate alike).
 
     Args:
-        max_nbytes: of the tensors of one dictionary. A tensor larger than that comes alone. Beside it staging buffers of at most
-            an eighth, and the padding between neighbours.
-        masters: fp32 values where they are held. dtype: of floating-point parameters (fp8, fp4 keep theirs); None: as they are.
-        names: of `zs.full_state_dict(model)`, those that are wanted; None: all.
+        max_nbytes: bytes of the tensors of one dictionary. A larger tensor comes alone. Staging buffers of at most an eighth of
+            it, and the padding between neighbours, are needed beside it.
+        masters: give fp32 master weights where there are any.
+        dtype: dtype of floating-point parameters, except fp8 and fp4; None: as they are.
+        names: those of `zs.full_state_dict(model)` that are wanted; None: all.
 
-    Tensors of one dictionary may share memory, and belong to the caller: drop them before the next, or two are held. Tied ones
-    are one tensor under each of their names; parts of tiled ones are joined, and so are those that tensor parallelism has cut (which counts
-    twice for `max_nbytes`). At a stage of a pipeline: its own. Unit by unit, parameters before buffers.
+    Tensors of one dictionary may share memory and belong to the caller: drop them before the next dictionary, or two are held.
+    Tied names share one tensor. Tiles are joined, and so are parts cut by tensor parallelism (which count twice for
+    `max_nbytes`). A stage of a pipeline yields its own. The order is unit by unit, parameters before buffers.
 
     Raises:
         ConfigError: an option is wrong, or a name is not the model's.

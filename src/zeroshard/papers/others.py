@@ -17,8 +17,11 @@ from ..simulator.hardware import Hardware
 from ..simulator.simulate import simulate
 from .reference import Row, printed
 from .table import SIMULATED, Cell, Table, rank_correlation
-from .throughput import REDUCED, WITHIN, as_published
+from .throughput import REDUCED, WITHIN, as_published, of_2019
 
+# Times that FlashAttention-2 is as fast as FlashAttention in Triton, which MPT's benchmarks used (submit_benchmarks.py, --attn_impl): 1.3 to 1.5
+# forward and about 2 backward (FlashAttention-2, arXiv 2307.08691, section 4.1), where forward takes a quarter of the time.
+_TRITON = 1.85
 _STATES = {"device": Tier.DEVICE, "host": Tier.HOST}
 _WHY = {
     "8.3B": "24.8 if the one number of ZeRO's bars did not hold here (what data parallelism sends takes 1.4 times as long); "
@@ -31,6 +34,8 @@ _WHY = {
     "Azure": "DeepSpeed's ZeRO-3 a year later: gathers at 40 to 60 GB/s a device would explain it, and links give more",
     "BLOOM": "Jean Zay's nodes have 4 links of 100 Gb/s, a quarter of a DGX A100's: with them 165",
     "70B 64x2": "a batch of 2, which leaves little to hide gathers behind; with nothing sent beside computation 140",
+    "30B 8K": "as printed a third slower in hardware flops than 13B at 8K, and alike so on A100 and H100: one sequence at a time fills the memory, "
+    "and torch's allocator may have to free and ask again",
     "13B H100": "as printed 2.1 times what the same source has for an A100, where products can be 3 times as fast (792 and 268 "
     "TFLOPS): kernels of 2023",
 }
@@ -46,14 +51,27 @@ def step_seconds(profile: Profile, layout: Layout, hardware: Hardware, beside: b
     return simulate(traces if beside else [as_published(trace, reduced=reduced) for trace in traces], hardware).step_s
 
 
+def _hardware(row: Row) -> Hardware:
+    """The row's device with the libraries of its time: products of 2019 on a V100, and attention by Triton in MPT's runs."""
+    hardware = Hardware.named(row["device"])
+    device = hardware.device
+    if "v100" in row["device"] and row["kernels"] == "eager":
+        return of_2019(hardware)
+    if row["kernels"] == "triton" and device.attention is not None:
+        causal = tuple(part / _TRITON for part in device.attention.causal)
+        return replace(hardware, device=replace(device, attention=replace(device.attention, causal=causal)))
+    return hardware
+
+
 def tflops(row: Row) -> float:
     """As the row's source counts."""
     gpus, tp, pp, layers, hidden, heads, vocab, seq, stage, micro, sequences = (
         int(row[name])
         for name in ("gpus", "tp", "pp", "layers", "hidden", "heads", "vocab", "seq", "stage", "micro_batch", "sequences")
     )
-    hardware, dp, states = Hardware.named(row["device"]), gpus // tp // pp, _STATES[row["states"]]
-    profile = Profile.of_shape(GPTConfig(vocab, seq, hidden, layers, heads, bias=True, tied=True), kernels=row["kernels"])
+    hardware, dp, states = _hardware(row), gpus // tp // pp, _STATES[row["states"]]
+    kernels = "flash" if row["kernels"] == "triton" else row["kernels"]
+    profile = Profile.of_shape(GPTConfig(vocab, seq, hidden, layers, heads, bias=True, tied=True), kernels=kernels)
     layout = Layout(
         dp=dp, tp=tp, pp=pp, stage=stage, optimizer=states, gradient=states, micro_batch=micro,
         micro_batches=max(round(sequences / dp / micro), 1), checkpointing=row["checkpointing"],

@@ -20,7 +20,7 @@ from ..models.gpt import GPTConfig
 from ..search.layout import Layout
 from ..search.profile import Profile
 from ..search.schedule import trace_of
-from ..simulator.hardware import Hardware
+from ..simulator.hardware import Curve, Hardware
 from ..simulator.simulate import kind_of, simulate
 from ..simulator.trace import Trace
 from .reference import Row, printed, stated
@@ -29,6 +29,9 @@ from .table import SIMULATED, Cell, Table, rank_correlation
 HARDWARE, SEQ, WITHIN = "v100-32gb", 1024, 0.2
 _RATE = "TFLOPS a device"
 REDUCED = 1.4  # times the seconds that links as printed need for what data parallelism sends: DeepSpeed and Megatron-LM, 2019-20
+# Products on a V100 with the libraries of 2019 and 2020: 62 to 78 TFLOPS for hidden 8K to 64K on a DGX-2, of 2,048 tokens (ZeRO-Infinity, section
+# 4.2); below that the shape of square products as in hardware.toml.
+_PRODUCTS = Curve((4e6, 2.7e8, 1.7e10, 1.1e12, 7e13), (0.0025, 0.16, 0.44, 0.496, 0.624))
 _STAGES = {"": 2, "C1": 1, "C2": 1, "C3": 2, "C4": 2, "C5": 2}  # of ZeRO; figures 2 and 3 are of ZeRO-100B, which is Pos+g
 _TIERS = {"GPU": Tier.DEVICE, "CPU": Tier.HOST, "NVMe": Tier.DISK}
 _WHY = {
@@ -92,6 +95,11 @@ class Configuration:
         )
 
 
+def of_2019(hardware: Hardware) -> Hardware:
+    """A DGX-2 with the libraries of ZeRO's time: slower products, and attention as products."""
+    return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None))
+
+
 def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
     """The same work, one task after the other. kept: ranks that share what goes to the host (Pa). reduced: REDUCED."""
     times = {"keep": 1 / kept, "fetch": 1 / kept, "reduce": reduced, "publish": reduced}
@@ -110,7 +118,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
     """
     profile, layout = configuration.profile, replace(configuration.layout, stops_early=not published, hops="one", rings=True)
     (trace,) = trace_of(profile, layout)
-    found = simulate(as_published(trace, configuration.mp, REDUCED) if published else trace, Hardware.named(HARDWARE))
+    found = simulate(as_published(trace, configuration.mp, REDUCED) if published else trace, of_2019(Hardware.named(HARDWARE)))
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
 
 
@@ -216,7 +224,7 @@ def infinity_fig5() -> Table:
         shape = GPTConfig(51200, SEQ, int(row["hidden"]), int(row["layers"]), 64, bias=True, tied=True)
         profile = Profile.of_shape(shape, row["params"], kernels="fused")
         (trace,), label = trace_of(profile, layout), f"{row['params']}, {row['gpus']} devices"
-        found = [simulate(each, Hardware.named(HARDWARE)) for each in (as_published(trace), trace)]
+        found = [simulate(each, of_2019(Hardware.named(HARDWARE))) for each in (as_published(trace), trace)]
         value, beside = (8 * profile.numel * batch * SEQ / mp / each.step_s / 1e12 for each in found)
         least, text = stated("infinity_100B")["value"], f"{value:.1f}"
         if row["gpus"] == "16" and row["params"] in ("10B", "50B", "100B"):

@@ -14,6 +14,7 @@ Source: Megatron-LM, arXiv 1909.08053, section 3; sequence parallelism: arXiv 22
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -174,6 +175,14 @@ def divides(model: nn.Module, tp: int, styles: ParallelStyles | None = None) -> 
                 sentence += f" Or leave them whole: styles_for(model, vocabulary=False), or pad them to {-(-size // tp) * tp}."
             sentences.append(sentence)
     return sentences
+
+
+def most_ranks(model: nn.Module) -> int:
+    """The most ranks of tensor parallelism that divide a model; its divisors do so too. 1: there are no styles for it."""
+    try:
+        return math.gcd(*_sizes(model, styles_for(model)).values()) or 1
+    except ConfigError:
+        return 1
 
 
 def features(model: nn.Module, name: str, style: str) -> int:

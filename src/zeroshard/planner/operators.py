@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ..config import PRECISIONS
 from ..parallel.traffic import ring_nbytes
-from ..simulator.trace import Resource, Trace
+from ..simulator.trace import AttentionWork, Resource, Trace
 from ..tensor.sharded_tensor import ShardedTensor
 from ..utils import torch_compat
 from ..utils.torch_compat import TorchDispatchMode
@@ -96,7 +96,8 @@ class Operators(TorchDispatchMode):
             made = [x for x in results if torch_compat.storage_id(x.untyped_storage()) in fresh]
             count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
-            self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), _NAMES.get(tensors[0].dtype, "fp32"))
+            dtype, attention = _NAMES.get(tensors[0].dtype, "fp32"), _attention(func, args, kwargs, flops)
+            self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), dtype, attention)
 
     def _collective(self, func: Any, args: tuple, result: Any) -> None:
         """Of tensor parallelism: started, and waited for by wait_tensor."""
@@ -136,6 +137,17 @@ def _name(func: Any) -> str:
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
+
+
+def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionWork | None:
+    """What a fused kernel of attention computes; None of any other operator. With a mask of its own it computes the whole square."""
+    if not flops or "scaled_dot_product" not in _name(func):
+        return None
+    given = {
+        argument.name: args[n] if n < len(args) else kwargs.get(argument.name)
+        for n, argument in enumerate(func._schema.arguments)
+    }
+    return AttentionWork(flops, given["key"].shape[-2], bool(given.get("is_causal")), 1)
 
 
 def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:

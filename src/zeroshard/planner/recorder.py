@@ -20,7 +20,7 @@ from typing import Any
 from ..comm.base import Sent
 from ..comm.fake import Ticket, Watcher
 from ..config import Tier
-from ..simulator.trace import Resource, Task, Trace
+from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from .faults import OutOfTime
 from .meter import Meter
 from .plan import Moment
@@ -53,6 +53,7 @@ class Recorder(Watcher):
         self._before: list[Task] = []  # of the trace before
         self._flops: dict[str, float] = {}
         self._nbytes, self._kernels, self._products = 0.0, 0, 0
+        self._attention: AttentionWork | None = None
         self._began = 0
         self._deadline = deadline.get()
         self._paused = False
@@ -104,13 +105,15 @@ class Recorder(Watcher):
                 tasks[number] = replace(task, after=tuple(after))
         self.trace.end = tuple(number for number in self._last if number >= 0)
 
-    def compute(self, flops: float, nbytes: float, dtype: str) -> None:
-        """The device computes."""
+    def compute(self, flops: float, nbytes: float, dtype: str, attention: AttentionWork | None = None) -> None:
+        """The device computes. attention: where the flops are those of a fused kernel of it."""
         if self._paused:
             return
         self._flops[dtype] = self._flops.get(dtype, 0.0) + flops
         self._kernels += 1
-        if flops:
+        if attention is not None:
+            self._attention = attention if self._attention is None else self._attention + attention
+        elif flops:
             self._products += 1
         else:
             self._nbytes += nbytes
@@ -126,9 +129,9 @@ class Recorder(Watcher):
         name = f"{self.meter.phase} {self.unit}".strip()
         self._add(Task(
             name, self.meter.phase, {Resource.DEVICE: self._nbytes}, flops=flops, kernels=self._kernels, dtype=dtype, unit=self.unit,
-            after=self._last, products=self._products,
+            after=self._last, products=self._products, attention=self._attention,
         ), last=True)  # fmt: skip
-        self._flops, self._nbytes, self._kernels, self._products = {}, 0.0, 0, 0
+        self._flops, self._nbytes, self._kernels, self._products, self._attention = {}, 0.0, 0, 0, None
 
     def _add(self, task: Task, last: bool = False) -> Ticket:
         if time.monotonic() > self._deadline:

@@ -18,7 +18,7 @@ from ..config import Tier
 from ..errors import ConfigError
 from ..models.gpt import NGRAM_LENGTHS, GPTConfig
 from ..planner.plan import ACTIVATIONS, Plan
-from ..simulator.trace import Resource
+from ..simulator.trace import AttentionWork, Resource
 from ..tensor.flat_layout import ALIGNMENT, round_up
 from ..zero.auto_wrap import LARGE_FRACTION
 
@@ -42,6 +42,7 @@ class UnitProfile:
     cut, whole: elements of its parameters, see the head of this file. home: "": they are a unit of their own.
     flops: of a forward, a token (a multiplication and an addition are two); backward takes twice as many.
     last_flops: of them, of the last map: a repeated forward ends where backward has all that it needs, before it.
+    attention: of flops, those of fused attention, over the whole square of scores; causal: whose half is skipped.
     kernels: launches of a forward. products: those of them that are matrix products; 0: not told apart.
     moved: elements a token that the others read and write, in the dtype that computes: divided by tp and whole, of a forward and
         of a backward; (): as many passes over what is kept as dry runs count.
@@ -60,6 +61,8 @@ class UnitProfile:
     home: str = ""
     flops: float = 0.0
     last_flops: float = 0.0
+    attention: float = 0.0
+    causal: bool = True
     kernels: int = 1
     products: int = 0
     moved: tuple[tuple[float, float], ...] = ()
@@ -220,7 +223,7 @@ class Profile:
             cut=(3 * h * h, *[3 * h] * bias, h * h, ratio * h * h, *[ratio * h] * bias, ratio * h * h),
             whole=(*[h] * (2 + 2 * bias), *[h] * (2 * bias)),  # two norms, and biases of what is cut by columns
             flops=2 * linear + 4 * shape.seq_len * h, last_flops=2 * ratio * h * h, kernels=10,
-            products=6, moved=moved, saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
+            products=4 if kernels == _FLASH else 6, attention=4 * shape.seq_len * h * (kernels == _FLASH), moved=moved, saved_cut=(4 + 2 * ratio) * h + 2 * square, saved_whole=4 * h, saved_fp32=shape.heads,
             working_cut=2 * ratio * h + square, working_whole=2 * h,
             boundary=h, tp_reduces=2, block=True, packs=True,
         )  # fmt: skip
@@ -246,11 +249,14 @@ class Profile:
         return cls(name, tuple(units), shape.seq_len, shape.heads, "embedding" if shape.tied else "")
 
     @classmethod
-    def of_plan(cls, plan: Plan, seq: int, checkpointed: Plan | None = None) -> Profile:
+    def of_plan(
+        cls, plan: Plan, seq: int, checkpointed: Plan | None = None, halved: Plan | None = None, heads: int = 1
+    ) -> Profile:
         """Of any model, from a dry run on ranks of data parallelism alone: its units, with what they computed, kept and reduced.
 
         seq: tokens of a sequence of the dry run. checkpointed: the same with activation checkpointing, which tells what blocks then
-        keep; without it they can not be checkpointed. What tensor parallelism would divide is not known: layouts have tp = 1.
+        keep; without it they can not be checkpointed. halved: the same with tp = 2: what is less there is what tensor parallelism
+        divides, which heads ranks can do; without it layouts have tp = 1.
         """
         if plan.axes.get("tp", 1) * plan.axes.get("pp", 1) > 1 or plan.axes.get("dp", 1) == 1:
             raise ConfigError(
@@ -259,10 +265,14 @@ class Profile:
         itemsize, micro = plan.config.compute_dtype.itemsize, max(plan.tokens // plan.micro_batches, 1)
         flops: dict[str, float] = {}
         kernels: dict[str, int] = {}
+        attention: dict[str, AttentionWork] = {}
         for task in plan.trace.tasks:
             if task.unit and task.phase == "forward" and Resource.DEVICE in task.nbytes:
                 flops[task.unit] = flops.get(task.unit, 0.0) + task.flops / plan.micro_batches
                 kernels[task.unit] = kernels.get(task.unit, 0) + task.kernels
+                if task.attention is not None:
+                    found = attention.get(task.unit)
+                    attention[task.unit] = task.attention if found is None else found + task.attention
         unused = [name for name in plan.units if name not in flops]
         sizes = {name: plan.units[name] for name in (*unused, *flops)}  # in the order of forward
         common = max(set(sizes.values()), key=list(sizes.values()).count)
@@ -273,16 +283,32 @@ class Profile:
         )
         # the loss is computed after the last
         working = dict.fromkeys(blocks, max(again, 0)) | {list(sizes)[-1]: _working_nbytes(plan)}
-        units = [
-            UnitProfile(
-                name, whole=(numel,) * bool(numel), flops=flops.get(name, 0.0) / micro,
-                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_whole=plan.activations.get(name, 0) / micro / itemsize,
+        sums = _sums_over_tp(halved) if halved is not None else {}
+        units = []
+        for name, numel in sizes.items():
+            saved, cut, saved_cut = plan.activations.get(name, 0), 0, 0
+            if halved is not None:  # what two ranks divide: twice what one of them has less
+                cut = min(max(2 * (numel - halved.units.get(name, numel)), 0), numel)
+                saved_cut = min(max(2 * (saved - halved.activations.get(name, saved)), 0), max(saved, 0))
+            units.append(UnitProfile(
+                name, cut=(cut,) * bool(cut), whole=(numel - cut,) * bool(numel - cut), flops=flops.get(name, 0.0) / micro,
+                kernels=max(kernels.get(name, 0) // plan.micro_batches, 1), saved_cut=saved_cut / micro / itemsize,
+                saved_whole=(saved - saved_cut) / micro / itemsize,
                 boundary=round(kept.get(name, 0) / micro / itemsize) if checkpointed else 0,
                 working_whole=working.get(name, 0) / micro / itemsize, block=name in blocks, packs=name != ROOT,
-            )
-            for name, numel in sizes.items()
-        ]  # fmt: skip
-        return cls(plan.model, tuple(units), seq)
+                tp_reduces=sums.get(name, 0), causal=name in attention and attention[name].causal,
+                attention=attention[name].flops / plan.micro_batches / micro if name in attention else 0.0,
+            ))  # fmt: skip
+        return cls(plan.model, tuple(units), seq, heads if halved is not None else 1)
+
+
+def _sums_over_tp(plan: Plan) -> dict[str, int]:
+    """All-reduces over tp in a forward, by unit."""
+    found: dict[str, int] = {}
+    for task in plan.trace.tasks:
+        if task.axis == "tp" and task.phase == "forward" and task.name.endswith("all_reduce"):
+            found[task.unit] = found.get(task.unit, 0) + 1
+    return {name: count // plan.micro_batches for name, count in found.items()}
 
 
 def _working_nbytes(plan: Plan) -> int:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..errors import ConfigError
+from ..parallel.styles import most_ranks
 from ..planner.plan import Plan
 from ..planner.request import Request
 from .layout import Layout
@@ -44,7 +47,7 @@ def layout_of(request: Request) -> Layout:
 
 
 def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
-    """By formulas where the model is a GPT of ours, else by dry runs over data parallelism alone, which know nothing of tp.
+    """By formulas where the model is a GPT of ours, else by dry runs: over data parallelism alone, with checkpoints, and with tp = 2.
 
     plans: those that were made of the request: where its ranks are of data parallelism alone, one dry run less is needed.
     """
@@ -65,4 +68,14 @@ def profile_of(request: Request, plans: Sequence[Plan] = ()) -> Profile:
         checkpointed = replace(whole, checkpointing=True).plan()
     except ConfigError:  # nothing repeats
         checkpointed = None
-    return Profile.of_plan(known, request.seq, checkpointed)
+    halved, ranks = None, 1
+    if source.example is None:
+        with torch.device("meta"):
+            ranks = most_ranks(source.build())
+    if ranks % 2 == 0:
+        whole = replace(whole, axes={**whole.axes, "tp": 2}, node_size=2 * whole.axes["dp"])
+        try:
+            halved = whole.plan()
+        except ConfigError:  # its ranks can not share it
+            halved = None
+    return Profile.of_plan(known, request.seq, checkpointed, halved, ranks)

@@ -7,18 +7,21 @@ up, host                                                  | S | S | S |    state
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import STAGES, Placement, Tier
-from ..simulator.trace import Resource, Task, Trace
+from ..simulator.trace import AttentionWork, Resource, Task, Trace
 from ..zero.prefetch import LOOKAHEAD
 from .layout import Bytes, Layout, Volumes, rests_away
 from .memory import memory_of
 from .profile import BACKWARD_PASSES, Home, Profile, UnitProfile, homes_of
 
 _BACKWARD_KERNELS = 3  # of a forward's, counted by dry runs of a GPT
+_ATTENTION_BACKWARD = (
+    2.5  # times the flops of a forward: five products of scores, not two (FlashAttention-2, arXiv 2307.08691, section 4.1)
+)
 _STEP_NBYTES = 36  # an element that torch's AdamW moves beside one pass over all it has: its kernels are not fused
 __all__ = ["Layout", "Stage", "memory_of", "trace_of"]
 
@@ -30,6 +33,13 @@ def trace_of(profile: Profile, layout: Layout, *, groups: int | None = None) -> 
     can hide; None: each block by itself. The work is the same.
     """
     return [Stage(profile, layout, stage, groups).step() for stage in range(layout.pp)]
+
+
+def attention_of(units: Sequence[UnitProfile], seq: int, tokens: float, backward: bool) -> AttentionWork | None:
+    """What fused attention of these units computes for so many tokens, in sequences of seq."""
+    flops = sum(unit.attention for unit in units) * tokens * (_ATTENTION_BACKWARD if backward else 1.0)
+    having = [unit for unit in units if unit.attention]
+    return AttentionWork(flops, seq, all(unit.causal for unit in having), len(having)) if having else None
 
 
 @dataclass(frozen=True)
@@ -184,9 +194,12 @@ class Stage:
         moved += weights * (BACKWARD_PASSES if backward else 1)
         kernels = round((_BACKWARD_KERNELS if backward else factor) * sum(unit.kernels for unit in units))
         products = (2 if backward else 1) * sum(unit.products for unit in units)
+        attention = attention_of(units, self.profile.seq, self.tokens / lay.tp, backward)
+        if attention is not None and backward:  # flops count it twice
+            flops += attention.flops * (1 - factor / _ATTENTION_BACKWARD)
         self._add(
             name, phase, {Resource.DEVICE: min(factor, 1) * moved}, (*self.last, *needed), chain=True, flops=flops,
-            kernels=kernels, products=products, dtype=lay.precision, unit=stretch.name,
+            kernels=kernels, products=products, attention=attention, dtype=lay.precision, unit=stretch.name,
         )  # fmt: skip
         self.starts.append(self.last)
 

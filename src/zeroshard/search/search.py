@@ -31,7 +31,7 @@ from ..simulator.trace import Resource, Task, Trace
 from .layout import Layout, Volumes, exchange
 from .memory import Sizes, memory_of
 from .profile import Profile
-from .schedule import trace_of
+from .schedule import attention_of, trace_of
 
 MARGIN = 0.1  # of the device's memory, for what the formulas leave out: holes between blocks, temporaries
 _MOST_SIMULATED, _MOST_TASKS = 96, 3000
@@ -280,7 +280,9 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
     def seconds(nbytes: Mapping[Resource, float], peers: int = 1, **more: Any) -> dict[Resource, float]:
         return resource_seconds(Task("", "", nbytes, peers=peers, **more), hardware, trace)
 
-    work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "dtype": lay.precision}
+    units = profile.stages(lay.pp)[stage]
+    work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
+    work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
     forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
     computing = (3 + again) * forward * (count + lay.pp - 1)
     if lay.tp > 1:

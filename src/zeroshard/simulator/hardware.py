@@ -21,7 +21,7 @@ from typing import Any
 
 from ..config import PRECISIONS
 from ..errors import ConfigError, did_you_mean
-from .trace import Resource, Task, Trace
+from .trace import AttentionWork, Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
 # types of fields
@@ -29,6 +29,7 @@ _OTHERS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "Mapping": (Mapping, "a table"),
     "tuple": ((list, tuple), "a list of numbers"),
+    "Attention": (Mapping, "a table"),
 }
 NETWORK = (Resource.INSIDE, Resource.BETWEEN)  # whose latency may be given from outside
 
@@ -67,6 +68,29 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The fraction of the peak that fused attention achieves by the tokens of a sequence, forward and backward together.
+
+    tokens: ascending. full: of all scores. causal: of those below the diagonal, which alone are computed then. Between two points
+    both follow the logarithm of tokens, beyond the ends they stay. Backward counts 2.5 times a forward: five products, not two.
+    """
+
+    tokens: tuple[float, ...]
+    full: tuple[float, ...]
+    causal: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "full", "causal"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        Curve(self.tokens, self.full), Curve(self.tokens, self.causal)  # raise what is wrong with them
+
+    def seconds(self, work: AttentionWork, peak: float) -> float:
+        """peak: flops/s of the device in the dtype of the scores."""
+        fraction = Curve(self.tokens, self.causal if work.causal else self.full).at(work.tokens)
+        return (0.5 if work.causal else 1.0) * work.flops / (peak * fraction)
+
+
+@dataclass(frozen=True)
 class Link:
     """bandwidth: bytes/s of one device, in one direction, while all devices of the node send. latency_s: of one hop or request.
 
@@ -86,7 +110,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """memory_bandwidth: bytes/s. peak_flops: flops/s by dtype ("fp32", "bf16", "fp16"), dense. kernel_latency_s: of a launch."""
+    """memory_bandwidth: bytes/s. peak_flops: flops/s by dtype ("fp32", "bf16", "fp16"), dense. kernel_latency_s: of a launch.
+
+    efficiency: of matrix products. attention: of fused attention; None: it is taken for matrix products.
+    """
 
     name: str
     memory_nbytes: int
@@ -94,6 +121,7 @@ class Device:
     kernel_latency_s: float
     peak_flops: Mapping[str, float]
     efficiency: Curve
+    attention: Attention | None = None
 
     def peak(self, dtype: str) -> float:
         """Flops/s. Raises ConfigError where this device has no number for the dtype."""
@@ -218,7 +246,13 @@ def _compute_seconds(task: Task, nbytes: float, device: Device) -> float:
     memory = nbytes / device.memory_bandwidth
     if not task.flops:
         return memory + launches
-    arithmetic = task.flops / (device.peak(task.dtype) * device.efficiency.at(task.flops / max(1, task.products or task.kernels)))
+    peak, flops, products, arithmetic = device.peak(task.dtype), task.flops, task.products, 0.0
+    if task.attention is not None and device.attention is not None:
+        flops, arithmetic = flops - task.attention.flops, device.attention.seconds(task.attention, peak)
+    elif task.attention is not None and products:
+        products += task.attention.kernels
+    if flops > 0:
+        arithmetic += flops / (peak * device.efficiency.at(flops / max(1, products or task.kernels)))
     return (max(arithmetic, memory) if task.kernels <= 1 else arithmetic + memory) + launches
 
 
@@ -269,6 +303,8 @@ def _of_table(table: Mapping[str, Any], where: str) -> Hardware:
     given = dict(_checked(table, Hardware, where))
     device = dict(_checked(given["device"], Device, f"{where}: device"))
     device["efficiency"] = Curve(**_checked(device["efficiency"], Curve, f"{where}: device.efficiency"))
+    if "attention" in device:
+        device["attention"] = Attention(**_checked(device["attention"], Attention, f"{where}: device.attention"))
     links = {}
     for name, link in given["links"].items():
         if name not in (known := [each.value for each in Resource if each not in (Resource.DEVICE, Resource.HOST)]):

@@ -30,13 +30,33 @@ class Resource(str, Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """What fused kernels of attention compute in a task.
+
+    flops: over the whole square of scores, as models count them, in a backward two and a half times those of a forward. tokens: of a
+    sequence. causal: the half above the diagonal is skipped. kernels: launches.
+    """
+
+    flops: float
+    tokens: int
+    causal: bool
+    kernels: int
+
+    def __add__(self, other: AttentionWork) -> AttentionWork:
+        """Of both, one after the other; of sequences as long as those that compute more."""
+        larger = max(self, other, key=lambda each: each.flops)
+        return AttentionWork(self.flops + other.flops, larger.tokens, larger.causal, self.kernels + other.kernels)
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Work of one rank.
 
     name: "gather blocks.3", "forward blocks.3". phase: "forward", "backward", "step". nbytes: bytes by resource: what this rank
     sends over a link (INSIDE, BETWEEN), copies, reads or writes; of DEVICE and HOST what it moves between memory and cores.
-    flops: of DEVICE or HOST, a multiplication and an addition are two. kernels: launches on the device. products: those among
-    them that have flops, to which nbytes of DEVICE do not belong then; 0: not told apart. peers: ranks that meet in a collective.
+    flops: of DEVICE or HOST, a multiplication and an addition are two; attention: those of fused attention among them. kernels:
+    launches on the device. products: matrix products among them, to which (as to attention) nbytes of DEVICE do not belong then;
+    0: not told apart. peers: ranks that meet in a collective.
     numel: parameters that are stepped (HOST, DEVICE). after: numbers of the tasks that must be over before it begins; below 0:
     of the step before, counted from its last (-1). channel: of a send or receive between stages: what joins the two, see
     `simulate.py`. distinct: of a collective: each peer gets other bytes (an all-to-all), so nothing can be passed on from rank
@@ -57,6 +77,7 @@ class Task:
     channel: str = ""
     distinct: bool = False
     products: int = 0
+    attention: AttentionWork | None = None
 
     @property
     def resources(self) -> tuple[Resource, ...]:
