@@ -106,12 +106,17 @@ def test_a_configuration_of_no_table_lies_between_its_neighbours():
     assert tflops(SEVENTY, published=False) > tflops(SEVENTY)  # what is sent beside computation is hidden
 
 
-def test_one_collective_of_a_whole_node_enters_it_by_two_ports():
+def test_one_all_reduce_of_a_whole_node_enters_it_by_two_ports_and_gathers_by_all():
     hardware = Hardware.named("v100-32gb")
     trace = Trace(node_size=16, axes={"tp": 32})
     sent = 2e9  # to each of 31 peers alike: 16 of them on the other node
     task = Task("sum", "forward", {Resource.INSIDE: sent * 15 / 31, Resource.BETWEEN: sent * 16 / 31}, axis="tp", peers=32)
     assert seconds(task, hardware, trace) == pytest.approx(sent * 16 / 31 / 25e9, rel=0.01)
+    gathered = replace(task, axis="dp")  # around rings, through all ports of the node
+    assert seconds(gathered, hardware, trace) == pytest.approx(sent * 16 / 31 / 60e9, rel=0.01)
+    half = replace(hardware.links[Resource.BETWEEN], bandwidth=hardware.links[Resource.BETWEEN].bandwidth / 2)
+    fewer = replace(hardware, links={**hardware.links, Resource.BETWEEN: half})  # four links of the node, not eight
+    assert seconds(gathered, fewer, trace) == pytest.approx(2 * seconds(gathered, hardware, trace), rel=0.01)
     alone = replace(task, nbytes={Resource.BETWEEN: sent})  # one rank a node: its own share of the node's ports
     assert seconds(alone, hardware, trace) == pytest.approx(sent / 3.75e9, rel=0.01)
 

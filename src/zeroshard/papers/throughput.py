@@ -21,7 +21,7 @@ from ..search.profile import Profile
 from ..search.schedule import trace_of
 from ..simulator.hardware import Curve, Hardware
 from ..simulator.simulate import kind_of, simulate
-from ..simulator.trace import Trace
+from ..simulator.trace import Resource, Trace
 from .reference import Row, printed, stated
 from .table import SIMULATED, Cell, Table, rank_correlation
 
@@ -93,8 +93,9 @@ class Configuration:
 
 
 def of_2019(hardware: Hardware) -> Hardware:
-    """A DGX-2 with the libraries of ZeRO's time: slower products, and attention as products."""
-    return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None))
+    """A DGX-2 with the libraries of ZeRO's time: slower products, attention as products, and gradients by all-reduces over trees."""
+    links = {**hardware.links, Resource.BETWEEN: replace(hardware.links[Resource.BETWEEN], trees=True)}
+    return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None), links=links)
 
 
 def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
