@@ -1,6 +1,7 @@
 """Simulated throughput beside the charts: order, distance, and what must follow by itself; largest models by memory."""
 
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,17 @@ def test_a_cluster_of_dgx_2_is_the_hardware_file_times_its_nodes_and_shapes_have
     assert [(c.row, c.column) for c in sizes.fig2b().compared if not c.agrees] == [("1 x 1", "gpu mem TB")]
     assert {cell.printed for cell in sizes.shapes().compared if not cell.agrees} == {"70", "1.4", "900", "275"}
     assert not [*sizes.fig2b().unexplained, *sizes.shapes().unexplained]
+
+
+def test_the_spread_of_each_hardware_is_that_of_the_published_runs():
+    """`simulator/hardware.toml`: real seconds over simulated ones, the lowest and the highest of eight in ten."""
+    ratios: dict[str, list[float]] = {
+        "v100": [computed / chart for chart, computed in bars(throughput.fig2()) + bars(throughput.fig3())]
+    }
+    ratios["v100"] += [1 + c.difference for c in throughput.infinity_fig5().compared if c.difference is not None]
+    for cell in others.throughput_others().compared:
+        ratios.setdefault(cell.row.split(" x ")[-1].split("-")[0], []).append(1 + cell.difference)
+    for name in ("v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb"):
+        found = sorted(ratios[name.split("-")[0]])
+        ends = statistics.quantiles(found, n=10, method="inclusive")
+        assert Hardware.named(name).spread == pytest.approx((ends[0], ends[-1]), abs=0.03)

@@ -152,6 +152,7 @@ def _figure(name: str, number: str, title: str, label) -> Table:
     )
 
 
+@functools.cache
 def fig2() -> Table:
     """Models of 1.5B to 170B on 400 devices, ZeRO-100B beside Megatron-LM, and how many times faster."""
     table = _figure("zero-fig2", "2", "ZeRO, figure 2: throughput, ZeRO-100B and Megatron-LM", lambda c: c.model)
@@ -166,6 +167,7 @@ def fig2() -> Table:
     return replace(table, cells=(*table.cells, *speedups), apart=("times faster",))
 
 
+@functools.cache
 def fig3() -> Table:
     """60B on 64 to 400 devices: faster than in proportion, since what memory is freed goes to a larger batch."""
     table = _figure("zero-fig3", "3", "ZeRO, figure 3: 60B on 64 to 400 devices", lambda c: f"{c.gpus}")
@@ -207,6 +209,7 @@ def fig7() -> Table:
     )
 
 
+@functools.cache
 def infinity_fig5() -> Table:
     """ZeRO-Infinity's runs of 10B to 20T: one task after the other, and with what this library sends beside computation."""
     file, cells, totals = printed("zero_infinity_table1"), [], {}
