@@ -1,4 +1,9 @@
-"""A plain training loop, sharded: the one changed line is marked. Run: torchrun --nproc-per-node 2 examples/plain_loop.py"""
+"""A plain training loop, sharded: the one changed line is marked.
+
+Run: torchrun --nproc-per-node 2 examples/plain_loop.py, or python examples/plain_loop.py for one process.
+Prints the loss of a small GPT that reads this project's README byte by byte (5.5 is what knowing nothing costs), which falls below 3,
+and the gradient norm before clipping, which is near 1; then how many parameters were trained.
+"""
 
 import os
 from pathlib import Path
@@ -21,15 +26,15 @@ def main():
     text = torch.frombuffer(bytearray((Path(__file__).parents[1] / "README.md").read_bytes()), dtype=torch.uint8).long()
     rank = dist.get_rank() if dist.is_initialized() else 0
     draw = torch.Generator().manual_seed(rank)
-    for step in range(20):
+    for step in range(60):
         starts = torch.randint(len(text) - 65, (8,), generator=draw).tolist()
         batch = torch.stack([text[start : start + 65] for start in starts])
         loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 5 == 4:
-            print(f"step {step + 1}: loss {loss.item():.3f}, gradient norm {optimizer.last_step.grad_norm:.3f}")
+        if rank == 0 and (step == 0 or step % 20 == 19):
+            print(f"step {step + 1:2}: loss {loss.item():.3f}, gradient norm {optimizer.last_step.grad_norm:.3f}")
     state = zs.full_state_dict(model)  # whole tensors, on every rank
     if rank == 0:
         print(f"{sum(value.numel() for value in state.values()):,} parameters trained")

@@ -37,7 +37,7 @@ pip_install() {
 }
 
 stamp_of() { # of a requirements file: everything that decides what gets installed, and where
-    cat requirements/torch.txt requirements/cli.txt "requirements/$1" pyproject.toml scripts/setup.sh <(pwd) | cksum | tr ' ' '-'
+    cat requirements/{torch,cli,docs}.txt "requirements/$1" pyproject.toml scripts/setup.sh <(pwd) | cksum | tr ' ' '-'
 }
 
 setup() {

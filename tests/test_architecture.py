@@ -20,7 +20,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 600, 70
 
 LAYERS = (
     ("errors", "version", "utils"),
-    ("config", "compression"),
+    ("config", "compression", "options"),
     ("tensor",),  # the flat layout, the sharded tensor, tiles, chunks
     ("comm", "memory.ledger"),  # the interface and its backends
     ("io",),  # the asynchronous file engine
@@ -77,12 +77,16 @@ def row_entry(module: str) -> str:
     return max(entries, key=len)
 
 
-def imports_of(module: str) -> set[str]:
-    """Modules of this package that a module imports, wherever in the file."""
+def imports_of(module: str, for_types: bool = True) -> set[str]:
+    """Modules of this package that a module imports, wherever in the file. for_types: under `if TYPE_CHECKING` as well."""
     path = MODULES[module]
     package = list(path.relative_to(ROOT).parent.parts)
     found: set[str] = set()
+    blocks = [n.body for n in ast.walk(parsed(path)) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    skipped = set() if for_types else {node for block in blocks for node in block}
     for node in ast.walk(parsed(path)):
+        if node in skipped:
+            continue
         names: list[list[str]] = []
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "zeroshard"):
             given = (node.module or "").split(".") if node.module else []
@@ -141,7 +145,7 @@ def test_modules_do_not_import_in_circles():
     def visit(module: str, above: tuple[str, ...]) -> None:
         assert module not in above, f"circular import: {' -> '.join([*above[above.index(module) :], module])}"
         if module not in done:
-            for other in sorted(imports_of(module) & MODULES.keys()):
+            for other in sorted(imports_of(module, for_types=False) & MODULES.keys()):
                 package = MODULES[other].name == "__init__.py"
                 if not (package and (module.startswith(other + ".") or other == "__init__")):  # a package's own doorway
                     visit(other, (*above, module))

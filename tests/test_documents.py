@@ -10,22 +10,25 @@ import pytest
 import zeroshard
 
 SOURCE, ROOT = Path(zeroshard.__file__).parent, Path(__file__).parents[1]
-DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 PLACE = re.compile(r"`([\w/]+\.py)(?::([\w.]+))?`")  # `zero/unit.py:Unit.ready`, below src/zeroshard
 PATH = re.compile(r"(?<![\w/.])((?:tests|docs|src/zeroshard|scripts)/[\w/.-]*\w)")
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+PUBLIC = re.compile(r"\bzs\.(\w+)")
 MAX_COLUMNS, MAX_LINES = 120, 5
+COMMENT = re.compile(r"<!--.*?-->", re.S)
 ITEM = re.compile(r"\s*([-*]|\d+\.)\s")  # of a list: a paragraph of its own
 
 
 def paragraphs(text: str) -> list[list[str]]:
-    """Lines of prose that belong together; no tables, headings or code."""
+    """Lines of prose that belong together; no tables, headings, code or comments."""
+    text = COMMENT.sub("", text)
     found: list[list[str]] = [[]]
     in_code = False
     for line in text.splitlines():
         fence = line.lstrip().startswith("```")
         in_code ^= fence
-        if fence or in_code or not line.strip() or line.lstrip().startswith(("|", "#")):
+        if fence or in_code or not line.strip() or line.lstrip().startswith(("|", "#", ":::")):
             found.append([])
             continue
         if ITEM.match(line):
@@ -34,7 +37,7 @@ def paragraphs(text: str) -> list[list[str]]:
     return [lines for lines in found if lines]
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_lines_and_paragraphs_are_short(path):
     text = path.read_text()
     wide = [line for line in text.splitlines() if len(line) > MAX_COLUMNS and not line.lstrip().startswith("|")]
@@ -68,7 +71,7 @@ def names_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_that_are_named_exist(path):
     for file, name in PLACE.findall(path.read_text()):
         place = SOURCE / file if (SOURCE / file).exists() else ROOT / file
@@ -76,12 +79,19 @@ def test_files_and_functions_that_are_named_exist(path):
         assert not name or name in names_of(place), f"{path.name} names `{file}:{name}`: {file} has no {name}"
 
 
-@pytest.mark.parametrize("path", DOCS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_and_links_lead_somewhere(path):
     text = path.read_text()
     missing = [each for each in PATH.findall(text) if not (ROOT / each).exists()]
     missing += [each for each in LINK.findall(text) if not (path.parent / each).exists()]
     assert not missing, f"{path.name} names what does not exist: {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCS if path.name != "log.md"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_names_of_pages_exist(path):
+    names = sorted(set(PUBLIC.findall(path.read_text())))
+    missing = [name for name in names if not hasattr(zeroshard, name)]
+    assert not missing, f"{path.name} names what zeroshard does not have: {', '.join(f'zs.{name}' for name in missing)}"
 
 
 def test_the_tour_has_ten_stops():

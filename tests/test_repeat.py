@@ -1,5 +1,6 @@
-"""`./test --repeat N`: which tests did not pass each time."""
+"""What the tests themselves are run by: `./test --repeat N`, and the limit of each test."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,3 +53,36 @@ def test_what_passes_each_time_and_a_run_that_ends_otherwise(tmp_path):
     code, text = repeated("--repeat", "1", str(tmp_path / "nothing.py"))
     assert code == 1 and "(the run ended with code 4)  (runs 1)" in text
     assert repeated("--repeat", "0")[0] == 2
+
+
+LIMITED = """
+import subprocess, sys, time, pytest
+
+@pytest.mark.limit(2)
+def test_stands_still():
+    time.sleep(60)
+
+@pytest.mark.limit(2)
+def test_works_too_long_in_a_child():
+    subprocess.run([sys.executable, "-c", "while True: pass"], timeout=60)
+
+@pytest.mark.limit(2)
+def test_waits_for_a_busy_machine():
+    for _ in range(4):
+        time.sleep(1)
+        begun = time.process_time()
+        while time.process_time() - begun < 0.3:
+            pass
+"""
+
+
+def test_the_limit_of_a_test_is_of_processor_time_and_of_standing_still(tmp_path):
+    file = tmp_path / "test_limited.py"
+    file.write_text(LIMITED)
+    folders = [str(Path(__file__).parent), str(Path(__file__).parent / "support")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "-p", "no:xdist", str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert run.returncode == 1 and "2 failed, 1 passed" in run.stdout, run.stdout + run.stderr
+    assert "test_stands_still: not finished: 0 s of processor time in 2 s; its limit is 2 s" in run.stdout
+    assert "test_works_too_long_in_a_child: not finished: " in run.stdout

@@ -5,7 +5,8 @@ model, optimizer = zs.shard(model, optimizer, stage=3)      # the rest of the lo
 """
 
 import importlib
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 from . import io
 from .activation_checkpointing.checkpoint import checkpoint_activations
@@ -54,9 +55,8 @@ from .errors import (
     SwapError,
     ThreadsMet,
     ZeroshardError,
+    missing_name,
 )
-from .measure.forecast import Forecast, forecast
-from .measure.report import Report, report
 from .optim.lion import Lion
 from .optim.muon import Muon
 from .optim.offload_states import offload_states, reload_states
@@ -70,21 +70,50 @@ from .zero.gathered_parameters import gathered
 from .zero.init_context import init
 from .zero.method_forward import register_forward
 
+if TYPE_CHECKING:
+    from .measure.forecast import Forecast, forecast
+    from .measure.report import Report, report
+    from .parallel import tensor_parallel as tensor_parallel
+    from .parallel.parallelize import Parallel as Parallel
+    from .parallel.parallelize import parallelize as parallelize
+    from .parallel.pipeline import Pipeline as Pipeline
+    from .parallel.pipeline import stages_of as stages_of
+    from .parallel.stages import cut_stages as cut_stages
+    from .parallel.styles import styles_for as styles_for
+    from .planner.dry_run import plan as plan
+    from .planner.plan import Plan as Plan
+
 _LATER = {  # what takes a second to import, by name: where it is
     "parallelize": ".parallel.parallelize", "Parallel": ".parallel.parallelize", "Pipeline": ".parallel.pipeline",
     "cut_stages": ".parallel.stages", "stages_of": ".parallel.pipeline", "styles_for": ".parallel.styles",
     "tensor_parallel": ".parallel.tensor_parallel", "plan": ".planner.dry_run", "Plan": ".planner.plan",
+    "Forecast": ".measure.forecast", "forecast": ".measure.forecast", "Report": ".measure.report", "report": ".measure.report",
 }  # fmt: skip
-_RENAMED = {"plan_for": "styles_for"}
 
+_INSTEAD = {  # names of PyTorch, FairScale and DeepSpeed: the line to write
+    **dict.fromkeys(("fully_shard", "FSDP", "FullyShardedDataParallel"), "model, optimizer = zs.shard(model, optimizer, stage=3)"),
+    **dict.fromkeys(("ShardedDataParallel", "ShardedDDP"), "model, optimizer = zs.shard(model, optimizer, stage=2)"),
+    **dict.fromkeys(("OSS", "ZeroRedundancyOptimizer"), "model, optimizer = zs.shard(model, optimizer, stage=1)"),
+    **dict.fromkeys(("DDP", "DistributedDataParallel"), "model, optimizer = zs.shard(model, optimizer, stage=0)"),
+    **dict.fromkeys(("MixedPrecision", "MixedPrecisionPolicy"), "model, optimizer = zs.shard(model, optimizer, precision='bf16')"),
+    **dict.fromkeys(("CPUOffload", "CPUOffloadPolicy"), "model, optimizer = zs.shard(model, optimizer, offload_optimizer='cpu')"),
+    **dict.fromkeys(("initialize", "init_distributed", "DeepSpeedEngine"), "import zeroshard.deepspeed as deepspeed"),
+    "Init": "with zs.init(): ...", "no_sync": "with zs.accumulate(model): ...",
+    **dict.fromkeys(("GatheredParameters", "summon_full_params"), "with zs.gathered(model): ..."),
+    "register_fsdp_forward_method": "zs.register_forward(model, 'generate')",
+    "apply_activation_checkpointing": "zs.checkpoint_activations(model)",
+    "get_model_state_dict": "state = zs.full_state_dict(model)", "clip_grad_norm": "norm = zs.clip_grad_norm_(model, 1.0)",
+    "plan_for": "zs.styles_for",  # an earlier name
+}  # fmt: skip
 
-def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        raise AttributeError(f"zeroshard.{name} is now zeroshard.{_RENAMED[name]}")
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(_LATER[name], __name__)
-    return module if name == "tensor_parallel" else getattr(module, name)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _LATER:
+            module = importlib.import_module(_LATER[name], __name__)
+            return module if name == "tensor_parallel" else getattr(module, name)
+        remedy = f" Write instead: {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise missing_name(f"module {__name__!r} has no attribute {name!r}.{remedy}", sys._getframe(1))
 
 
 def __dir__() -> list[str]:

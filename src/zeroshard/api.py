@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from .tensor.sharded_tensor import ReplicatedParameter, ShardedTensor, set_data
 from .tensor.tiled_parameter import join, parts_in
 from .utils import torch_compat
 from .utils.torch_compat import FakeTensor, carry_hooks, swap
-from .zero import hooks, init_context
+from .zero import ddp_interface, hooks, init_context
 from .zero.auto_stage import choose, is_auto
 from .zero.auto_wrap import check_lazy, collect, partition
 from .zero.parameter import ParamHome, ParamSpec
@@ -49,62 +49,82 @@ from .zero.shared_storage import check_sharing
 from .zero.unit import ParamGroup, Phase
 from .zero.user_hooks import give_back
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import ShardOptions
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+@overload
+def shard(
+    model: ModelT, optimizer: OptimizerT, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
+    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[ModelT, OptimizerT]: ...  # fmt: skip
+
+
+@overload
+def shard(
+    model: ModelT, optimizer: None = None, *, config: Config | str | os.PathLike | None = None, comm: backend_select.Choice | None = None,
+    mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[ModelT, None]: ...  # fmt: skip
+
 
 def shard(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    config: Config | str | os.PathLike | None = None,
-    comm: backend_select.Choice | None = None,
-    mesh: Any = None,
-    weights: Any = None,
-    sample: Any = None,
-    **options: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Shard a model and its optimizer over the data-parallel ranks, in place; both come back.
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, config: Config | str | os.PathLike | None = None,
+    comm: backend_select.Choice | None = None, mesh: Any = None, weights: Any = None, sample: Any = None, **options: Unpack[ShardOptions],
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+    """Shard a model and its optimizer over the data-parallel ranks, in place, and return both.
 
     Args:
-        model: any nn.Module with dense parameters; also built under `zs.init()` or on the meta device.
-        optimizer: any elementwise torch.optim optimizer over the model's parameters, or one of zs.whole_matrix; or None (inference).
-        config: a Config, or the path of a plan (`zeroshard plan --auto`); **options are its fields (stage, precision, units, max_grad_norm, ...) and preset, laid over it.
-        comm: "auto", "shared" (ranks of one host through memory), "dist" (torch.distributed): of all ranks. A process group or a 1-D
-            DeviceMesh (mesh["dp"]): of its ranks, which alone call this. Or a Comm.
-        mesh: a DeviceMesh in place of `comm`. Axes named "tp", "ep" and "pp" are of tensor, expert and pipeline parallelism, whose
-            DTensors or stages the model is made of; norms and steps are those of the whole mesh. Of the other axes there is one, over
-            which states are sharded, or two: over the inner one, alike along the outer one (HSDP; see shard_size and
-            replicate_optimizer of Config).
-        weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes; every rank reads only its slices.
-        sample: with stage="auto", which chooses the stage and where states rest by what fits: an input of the model (or a tuple or
-            mapping of them) of the size of a micro-batch, of which a forward without memory tells what activations take.
+        model: any nn.Module with dense parameters. It may be built under `zs.init()` or on the meta device.
+        optimizer: any elementwise torch.optim optimizer over the model's parameters, or a class declared by `zs.whole_matrix`.
+            None for inference.
+        config: a Config, or the path of a file that `zeroshard plan --auto` wrote. Options given by name are laid over it; they
+            are the fields of Config (stage, precision, units, max_grad_norm, ...) and `preset`.
+        comm: over which ranks. "auto", "shared" (ranks of one host, through memory) and "dist" (torch.distributed) mean all
+            ranks. A process group, or a 1-D DeviceMesh (mesh["dp"]), means its ranks, and only these call shard.
+        mesh: a DeviceMesh in the place of `comm`. Axes named "tp", "ep" and "pp" belong to tensor, expert and pipeline
+            parallelism, and the model consists of their DTensors or stages. States are sharded over the other axis; where there
+            are two, over the inner one, and alike along the outer one (HSDP).
+        weights: a safetensors file or folder, or any other checkpoint that `zs.load` takes. Each rank reads only its slices.
+        sample: for stage="auto": an input of the model (or a tuple or mapping of inputs) of the size of a micro-batch. A forward
+            without memory tells what activations take, and the first stage and tiers that fit are taken.
 
     Raises:
-        ConfigError: an option is wrong, the process group was not started, the optimizer is not the model's.
-        ModelMismatch: ranks built different models or optimizers (the first difference is named on every rank).
-        HostMemoryError, SwapError: a host has no room for what is to rest in its memory, or on its disk.
+        ConfigError: an option is wrong, the process group was not started, or the optimizer is not the model's.
+        ModelMismatch: ranks built different models or optimizers. Every rank is told the first difference.
+        HostMemoryError: a host has no room for what is to rest in its memory.
+        SwapError: a disk has no room for what is to rest on it, or its folder cannot be used.
         ZeroshardError: the model is sharded already.
 
-    Nothing is changed before all checks have passed on this rank. Source: ZeRO, arXiv 1910.02054, section 5.
+    Nothing is changed before all checks have passed. Source: ZeRO, arXiv 1910.02054, section 5.
     """
     if torch.is_inference_mode_enabled():  # what is made there could not be trained afterwards
         with torch.inference_mode(False):
             return shard(model, optimizer, config=config, comm=comm, mesh=mesh, weights=weights, sample=sample, **options)
     planned = _Planned.read(config, mesh, comm) if isinstance(config, (str, os.PathLike)) else None
     auto = is_auto(options.get("stage"), options, sample)
-    config = Config.build(config, **(options | {"stage": None} if auto else options))
+    if auto:
+        options["stage"] = None
+    config = Config.build(config, **options)
     _check_arguments(model, optimizer)
     axes = axes_of(mesh, comm, distributed.find(model))
     local = distributed.Localised(model, optimizer)
     try:
-        return _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
+        _shard(model, optimizer, config, axes, local, weights, (sample,) if auto else None, planned)
     except BaseException:
         local.undo()
         raise
+    return model, optimizer
 
 
 def _shard(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, axes: Axes, local: distributed.Localised, weights: Any,
     auto: tuple[Any] | None, planned: _Planned | None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:  # fmt: skip
+) -> None:  # fmt: skip
     """Of a model without DTensors: `local` has taken their place, and may be undone until anything else is changed.
 
     auto: the sample by which stage and tiers are chosen. planned: the file that the options are from.
@@ -152,7 +172,6 @@ def _shard(
         streaming.stream(runtime, found, stored)
     if optimizer is not None:
         runtime.optimizer = shard_optimizer(optimizer, runtime)
-    return model, optimizer
 
 
 @dataclass(frozen=True)
@@ -275,12 +294,16 @@ def _build(
 
 
 def close(model: nn.Module, *, restore: bool = True) -> nn.Module:
-    """Make a sharded model an ordinary one again, with whole parameters, and free everything (collective).
+    """Make a sharded model an ordinary one again, with whole parameters, and free everything else (collective).
 
-    Parameters come back in the dtype they were given in (from fp32 masters where there are any; frozen ones have no masters
-    and stay rounded to the precision, but for those that `dtypes` names). The optimizer can not be used afterwards. restore=False, for a model that no rank could hold: all is freed, files of offloaded states
-    are removed, and the model can not be used any more either. After the failure of a disk or of a peer there are no whole
-    values to come back: files are removed, and the error is raised again.
+    The optimizer cannot be used afterwards. Parameters come back in the dtype in which they were given, from fp32 masters where
+    there are any. Frozen parameters have no masters and stay rounded to the precision, unless `dtypes` names them.
+
+    Args:
+        restore: False for a model that no rank could hold: all is freed, files of offloaded states are removed, and the model
+            cannot be used any more either.
+
+    After a disk or a peer has failed there are no whole values to bring back: files are removed and the error is raised again.
     """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.close")
@@ -367,7 +390,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
         set_data(param, value)
         give_back(param)
         if type(param) is ReplicatedParameter:
-            param.__class__ = nn.Parameter
+            object.__setattr__(param, "__class__", nn.Parameter)
         param.__dict__.pop("_home", None)
         return
     compute = group.compute[index]
@@ -375,7 +398,7 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
     compute.data = value
     compute.requires_grad_(param.requires_grad)  # as the user has it
     compute.__dict__.update(attributes_of(param))
-    del param._compute
+    del param.__dict__["_compute"]
     if swap(param, compute):
         carry_hooks(compute, param)
     else:
@@ -386,30 +409,24 @@ def _restore_local(group: ParamGroup, index: int, value: Tensor) -> None:
 # -- contexts --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """No communication for the backwards inside: local gradients add up, in the gradient dtype, at every stage.
+def accumulate(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """The backwards inside do not communicate: each rank adds up its gradients, in the gradient dtype, at every stage.
 
-    The next backward outside reduces them, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    The next backward outside reduces their sum, or else what uses gradients first: a step, `clip_grad_norm_`, `full_gradients`.
+    All ranks enter and leave it alike. DDP's `model.no_sync()` and `model.require_backward_grad_sync = False` are the same.
     """
-    runtime = runtime_of(model)
-    previous, runtime.sync = runtime.sync, False
-    runtime.account.held = True
-    try:
-        yield
-    finally:
-        runtime.sync = previous
+    return ddp_interface.accumulate(runtime_of(model))
 
 
 # -- gradients, states and values by name ------------------------------------------------------------------------
 
 
 def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
-    """loss.backward() as part of a weighted mean over the global batch, e.g. weight = number of target tokens.
+    """Run loss.backward() as a part of a weighted mean over the global batch; `weight` is, for example, the number of target
+    tokens.
 
-    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all such backwards since zero_grad, so
-    that every token counts the same, however tokens fall on ranks and micro-batches. The step refuses a mix with plain
-    backward().
+    The step's gradient is sum(weight * grad) / sum(weight) over all ranks and all such backwards since zero_grad. So every token
+    counts the same, however tokens are dealt to ranks and micro-batches. A step refuses a mixture with plain backwards.
     """
     runtime = runtime_of(model)
     weight = _at_least_0("weight", weight)
@@ -420,11 +437,13 @@ def backward(model: nn.Module, loss: Tensor, *, weight: float) -> None:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip the global gradient norm over all ranks, tied parameters counted once; the norm before (collective).
+    """Clip the global gradient norm over all ranks, and return the norm before clipping (collective). Tied parameters count once.
 
-    max_norm: at least 0. As in torch 0 makes all gradients zeros (the option max_grad_norm=0 never clips), inf none
-    smaller. A norm that is not finite leaves gradients as they are: the step that follows asks again, since they may have
-    been mended, and clips then, or is skipped.
+    Args:
+        max_norm: at least 0. As in torch, 0 makes all gradients zero and inf leaves them as they are.
+
+    If the norm is not finite, gradients stay as they are. They may be mended before the step, which therefore asks for the norm
+    again and then clips, or skips the step.
     """
     core = _core(runtime_of(model))
     return torch.tensor(core.clip(_at_least_0("max_norm", max_norm)))
@@ -433,7 +452,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 def _at_least_0(name: str, value: Any) -> float:
     """`value`, a number or a tensor of one, as a float."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, Real) or not number >= 0:
+    if isinstance(number, bool) or not isinstance(number, Real) or not float(number) >= 0:
         raise ConfigError(f"{name}: expected a number of at least 0, got {value!r}.")
     return float(number)
 
@@ -446,7 +465,11 @@ def _core(runtime: Runtime) -> OptimizerCore:
 
 
 def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Tensor]:
-    """The model's state dict with whole tensors on every rank (collective). masters: fp32 values where held."""
+    """Return the model's state dict with whole tensors, on every rank (collective).
+
+    Args:
+        masters: give the fp32 master weights where a parameter has one.
+    """
     runtime = runtime_of(model)
     runtime.attendance.refuse("zs.full_state_dict")
     runtime.moved.check("parameters", *(["masters"] if masters else []))
@@ -467,8 +490,8 @@ def full_state_dict(model: nn.Module, *, masters: bool = False) -> dict[str, Ten
             whole.update({id(param): value for param, value in zip(group.params, values, strict=True)})
     # by object, since wrappers rename what state_dict() returns
     state = model.state_dict(keep_vars=True)
-    values = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
-    return join(values, parts_in(model, state))
+    found = {name: whole[id(v)] if id(v) in whole else _cloned(v) for name, v in state.items()}
+    return join(found, parts_in(model, state))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
@@ -496,19 +519,20 @@ def full_optimizer_state(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def full_optimizer_state_dict(model: nn.Module, *, every_rank: bool = False) -> dict[str, Any]:
-    """The optimizer's state dict in torch's own form, whole and on the host, for rank 0; {} on the others (collective).
+    """Return the optimizer's state dict in torch's own form, whole and on the host, on rank 0; {} on the other ranks
+    (collective).
 
         state = zs.full_optimizer_state_dict(model)     # on all ranks
         if rank == 0:
             torch.save({"optimizer": state, ...}, path)
 
-    It is what `optimizer.state_dict()` is in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups": [{"lr": ...,
-    "params": [numbers]}]}, numbers in the order of the groups. A plain optimizer of the same groups takes it by `load_state_dict`, and so does
-    a sharded one, at any stage and number of ranks; give it to every rank there. States of one parameter are gathered at a time.
-    Of a pipeline each stage has an optimizer of its own, and the stage's first rank its state dict.
+    It is what `optimizer.state_dict()` gives in one process: {"state": {number: {"step": ..., "exp_avg": ...}}, "param_groups":
+    [...]}, with numbers in the order of the groups. A plain optimizer of the same groups loads it, and so does a sharded one at
+    any stage and number of ranks, where every rank gives it to `load_state_dict`. The states of one parameter are gathered at a
+    time. In a pipeline each stage has an optimizer of its own, and the stage's first rank gets its state dict.
 
     Args:
-        every_rank: give it to every rank, each of which then holds all states.
+        every_rank: return it on every rank, each of which then holds all states.
     """
     runtime, states = runtime_of(model), {}
     wanted = every_rank or runtime.world.rank == runtime.topology.stages[runtime.topology.stage][0]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoint.saving import check_idle
 from .checkpoint.tensor_stream import full_tensors
 from .config import Tier
 from .errors import ConfigError, ModelClosed, ZeroshardError
 from .memory.ledger import AVERAGES
 from .offload.storage import Rest
+from .zero.idle import check_idle
 from .zero.runtime import Runtime, runtime_of
 from .zero.unit import ParamGroup
 
@@ -30,16 +30,18 @@ _CHUNK_NUMEL = 4 << 20  # of what does not rest where the other does, at a time
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
-    """An average of a sharded model's trained parameters that follows each optimizer step by itself (not collective).
+    """Average a sharded model's trained parameters after each optimizer step (not collective).
 
     Args:
-        decay: 0 to 1, the weight of the average so far; `AveragedModel.decay` may be changed between steps.
+        decay: 0 to 1, the weight of the average so far. `AveragedModel.decay` may be changed between steps.
 
-    The same numbers as torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay) on one process. 4 bytes an element
-    of the shard. Save and load it as `extra={"ema": average}`: by slices, at any stage and world size.
+    The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay) in one process. The average
+    takes 4 bytes for each element of the shard. `extra={"ema": average}` saves and loads it in slices, at any stage and number of
+    ranks.
 
     Raises:
-        ConfigError: decay is no such number. ZeroshardError: the model is not sharded, or has no optimizer.
+        ConfigError: decay is no such number.
+        ZeroshardError: the model is not sharded, or has no optimizer.
     """
     runtime = runtime_of(model)
     if isinstance(decay, bool) or not isinstance(decay, Real) or not 0.0 <= decay <= 1.0:
@@ -50,7 +52,7 @@ def ema(model: nn.Module, decay: float = 0.999) -> AveragedModel:
 
 
 class AveragedModel:
-    """The average of one model. updates: steps in it."""
+    """The average of one model's parameters, as `zs.ema` makes it; `updates` counts the steps that are in it."""
 
     def __init__(self, model: nn.Module, runtime: Runtime, decay: float) -> None:
         """As `ema` makes it."""
@@ -92,10 +94,10 @@ class AveragedModel:
 
     @contextlib.contextmanager
     def swapped(self, model: nn.Module | None = None) -> Iterator[nn.Module]:
-        """Inside, the model computes with the average (rounded to the parameters' dtype), on all ranks (collective).
+        """Inside the context the model computes with the average, rounded to the parameters' dtype, on all ranks (collective).
 
-        For evaluation, `zs.full_state_dict` and `zs.stream_full_tensors`; everything else raises. Afterwards the parameters are
-        the same bits as before. Takes a copy of the shard of parameters meanwhile, where the average rests.
+        It serves evaluation, `zs.full_state_dict` and `zs.stream_full_tensors`; everything else raises. Afterwards the parameters
+        are the same bits as before. Meanwhile a copy of the shard of parameters is kept where the average rests.
         """
         if model is not None and model is not self.model:
             raise ConfigError("AveragedModel.swapped: expected the model of which this is the average.")

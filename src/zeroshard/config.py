@@ -14,13 +14,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .compression import CODECS, GRADIENT_CODECS, Compression
 from .errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .options import ConfigFields
 
 
 class Tier(Enum):
@@ -88,7 +93,7 @@ _WHOLE = _Kind("a whole number", _is_whole)
 _POSITIVE = _Kind("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 _LENGTH = _Kind("a number of at least 0", lambda value: _is_number(value) and value >= 0)
 _SKIPS = _Kind("a whole number of at least 1, or inf", lambda value: value == math.inf or (_is_whole(value) and value >= 1))
-_COUNT = _Kind("a whole number of at least 0", lambda value: _is_count(value))
+_COUNT = _Kind("a whole number of at least 0", _is_count)
 _BOUND = _Kind("a whole number of at least 0, or inf for no bound", lambda value: _is_count(value) or value == math.inf)
 _MAX_SECONDS = 2_000_000  # 23 days: sockets count milliseconds in 31 bits
 _SECONDS = _Kind(
@@ -277,7 +282,7 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise ConfigError(f"config: {path} is not JSON: {error}.") from None
-    section = found.get(SECTION) if isinstance(found, dict) else None
+    section: Any = found.get(SECTION) if isinstance(found, dict) else None
     missing = [key for key in _LAYOUT_KEYS if key not in section] if isinstance(section, dict) else [SECTION]
     if missing:
         raise ConfigError(
@@ -340,7 +345,8 @@ def cuts_model(plan: Mapping[str, Any]) -> bool:
     return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
 
 
-Units = str | tuple | Callable[[str, nn.Module], bool]
+Units = str | tuple[str | type, ...] | Callable[[str, nn.Module], bool]
+_CHOSEN: Any = None  # the default of a field to which __post_init__ gives its value
 
 
 @dataclass(frozen=True)
@@ -440,9 +446,9 @@ class Config:
     hold_schedulers: bool = True
     map_shared: bool = True
     keep_host_memory: bool = True
-    offload_optimizer: Offload | str | Mapping | None = None
-    offload_gradient: Offload | str | Mapping | None = None
-    offload_param: Offload | str | Mapping | None = None
+    offload_optimizer: Offload = _CHOSEN
+    offload_gradient: Offload = _CHOSEN
+    offload_param: Offload = _CHOSEN
     offload_path: str | None = None
     delayed_update: int | None = None
     param_persistence_threshold: float = 0
@@ -453,17 +459,21 @@ class Config:
     mics_shard_size: int | None = None
     replicate_optimizer: bool = True
     zero_hpz_partition_size: int = 1
-    zero_quantized_weights: Compression | str | bool | Mapping | None = None
-    zero_quantized_gradients: Compression | str | bool | Mapping | None = None
+    zero_quantized_weights: Compression | None = None
+    zero_quantized_gradients: Compression | None = None
     hierarchical: bool | None = None
     stall_timeout_s: float = 60.0
+
+    if TYPE_CHECKING:  # fields have the types that are kept; more is taken
+
+        def __init__(self, **fields: Unpack[ConfigFields]) -> None: ...
 
     def __post_init__(self) -> None:
         if isinstance(self.stage, bool) or not isinstance(self.stage, int) or self.stage not in STAGES:
             hint = " Pass the number, not the text." if str(self.stage) in map(str, STAGES) else ""
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
         self._normalise_precision()
-        if isinstance(self.units, type) or isinstance(self.units, str) and self.units not in UNIT_CHOICES:
+        if isinstance(self.units, type) or (isinstance(self.units, str) and self.units not in UNIT_CHOICES):
             # a bare class, or its name, is a natural slip for a tuple of one
             object.__setattr__(self, "units", (self.units,))
         for name in ("gradient_dtype", "reduce_dtype"):
@@ -480,7 +490,7 @@ class Config:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
             given = getattr(self, name)
             if given is None and name == "offload_gradient" and self.row.gradient is Placement.SHARDED:
-                given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None  # type: ignore[union-attr]
+                given = "cpu" if self.offload_optimizer.tier is not Tier.DEVICE else None
             object.__setattr__(self, name, Offload.of(given, self._offload_folder, name))
         needs = {
             "offload_optimizer": (self.row.optimizer, "1, 2 or 3"),
@@ -495,9 +505,9 @@ class Config:
                     f"{name}={getattr(self, name).device!r} needs stage {stages}: at stage {self.stage} this state is "
                     f"{placement.value}. Raise the stage, or leave {name} out."
                 )
-        if self.delayed_update is not None and self.offload_optimizer.tier is Tier.DEVICE:  # type: ignore[union-attr]
+        if self.delayed_update is not None and self.offload_optimizer.tier is Tier.DEVICE:
             raise ConfigError("delayed_update needs offload_optimizer='cpu' or 'nvme': it hides the host's update.")
-        if self.delayed_update is not None and self.offload_param.tier is Tier.DISK:  # type: ignore[union-attr]
+        if self.delayed_update is not None and self.offload_param.tier is Tier.DISK:
             raise ConfigError("delayed_update with offload_param='nvme' would write parameters twice: choose one of them.")
 
     def _normalise_communication(self) -> None:
@@ -530,16 +540,16 @@ class Config:
         object.__setattr__(self, "precision", name)
 
     @classmethod
-    def build(cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: object) -> Config:
+    def build(
+        cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: Unpack[ConfigFields]
+    ) -> Config:
         """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given.
 
         config: also the path of a file that `zeroshard plan --auto` has written (`read_layout`).
         """
         if isinstance(config, (str, os.PathLike)):
-            planned = read_layout(config)["shard"]
-            return cls.build(
-                None, preset=preset, **{**planned, **{name: value for name, value in options.items() if value is not None}}
-            )
+            laid_over = {name: value for name, value in options.items() if value is not None}
+            return cls.build(None, preset=preset, **{**read_layout(config)["shard"], **laid_over})
         if config is not None and not isinstance(config, Config):
             raise ConfigError(
                 f"config: expected a zs.Config, got {type(config).__name__}. Give options by name: stage=3, or the path of a plan."
@@ -551,17 +561,17 @@ class Config:
             if name not in known:
                 hint = " Did you mean comm?" if name in _GROUPS else did_you_mean(name, known)
                 raise ConfigError(f"unknown option {name!r}.{hint} Known: {', '.join(sorted(known))}.")
-        given = {name: value for name, value in options.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         given = {**PRESETS[preset], **given} if preset is not None else given
         if config is not None and "offload_path" in given:  # also for what took the folder of `config`
             for name in ("offload_optimizer", "offload_gradient", "offload_param"):
                 state = getattr(config, name)
                 if state.path is not None and state.path == config._offload_folder:
                     given.setdefault(name, dataclasses.replace(state, path=None))
-        return dataclasses.replace(config, **given) if config is not None else cls(**given)  # type: ignore[arg-type]
+        return dataclasses.replace(config, **given) if config is not None else cls(**given)
 
     @classmethod
-    def preset(cls, name: str, **options: object) -> Config:
+    def preset(cls, name: str, **options: Unpack[ConfigFields]) -> Config:
         """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
         return cls.build(None, preset=name, **options)
 

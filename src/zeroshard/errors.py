@@ -7,10 +7,12 @@ User mistakes are also ValueError or TypeError, so that ordinary handlers catch 
 from __future__ import annotations
 
 import difflib
+import dis
 import os
 import re
 from collections.abc import Iterable, Sequence
 from errno import EBADMSG, EDQUOT, EFBIG, EINVAL, EIO, ENODATA, ENOSPC, EROFS, errorcode
+from types import FrameType
 
 
 class ZeroshardError(RuntimeError):
@@ -232,3 +234,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """' Did you mean 'x'?' for the known word nearest to `word`, or ''."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def missing_name(text: str, frame: FrameType) -> Exception:
+    """The error of a module that has no such name. frame: of whoever asks.
+
+    Where `from module import name` asks it is an ImportError: Python would put a message of its own in the place of an
+    AttributeError's.
+    """
+    code = frame.f_code.co_code
+    imports = frame.f_lasti >= 0 and dis.opname[code[frame.f_lasti]] == "IMPORT_FROM"
+    return ImportError(text) if imports else AttributeError(text)

@@ -138,13 +138,13 @@ def _wait(children: list[subprocess.Popen], received: list[int], deadline: float
     """Wait until all children ended, one failed, a signal came or the time is over; returns the exit code."""
     while True:
         codes = [child.poll() for child in children]
-        failed = [rank for rank, code in enumerate(codes) if code]
+        failed = [(rank, code) for rank, code in enumerate(codes) if code]
         if failed:
             _wait_quietly(children, grace_s)
-            code = codes[failed[0]]
+            rank, code = failed[0]
             others = "" if len(children) == 1 else "; the other ranks were stopped"
             if code != USAGE_EXIT_CODE:
-                print(f"zeroshard: rank {failed[0]} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
+                print(f"zeroshard: rank {rank} failed: {describe_exit(code)}{others}", file=sys.stderr, flush=True)
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
@@ -235,7 +235,7 @@ def run_processes(
     first that did and all exit codes; with `check=False` it returns a `ProcessResult` per rank instead and raises
     nothing.
     """
-    context = multiprocessing.get_context(_method)
+    context: Any = multiprocessing.get_context(_method)
     port, workers, readers = free_port(), [], []
     outcomes: dict[int, tuple[Any, str | None]] = {}
     order: list[int] = []  # of failures

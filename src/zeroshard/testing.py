@@ -44,7 +44,7 @@ from .utils import torch_compat
 from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametrizations
 
 
-def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """fn(rank, *args) in `world_size` threads; the list of results, or the first rank's error raised here."""
     give_threads_their_own_parametrizations()
     shared = ThreadWorld(world_size)

@@ -88,7 +88,7 @@ def test_checkpointed_gradients_equal_plain_torch(mode, kind):
     case = Case(seeded(CHECKPOINTED[kind]), normal_batches(3, 2, 4, 7), square, sgd, tolerance=tolerance)
     traces = check(case, **mode)
     block_nbytes = 4 * (sum(p.numel() + 32 for p in Block(7).parameters()) + 64)
-    if kind.startswith("outside") or kind.startswith("wrapper"):
+    if kind.startswith(("outside", "wrapper")):
         for trace in traces:  # the root unit, a block, one gathered ahead
             assert trace.notes.peak["gathered units"] <= 3 * block_nbytes
             assert trace.notes.deviations == ()

@@ -47,7 +47,7 @@ def refused(root: Path, kind: type, *, world: int = 2, model: str | nn.Module = 
 
     def rank_run(rank: int) -> zs.CheckpointError:
         module, optimizer = build(model, seed=5, **options)
-        batches = BATCHES if isinstance(model, str) or isinstance(model, OddGPT) else [[(torch.ones(2, 33),)]] * 3
+        batches = BATCHES if isinstance(model, (str, OddGPT)) else [[(torch.ones(2, 33),)]] * 3
         train(module, optimizer, rank, batches[:1])
         before, generator = snapshot(module, optimizer), torch.get_rng_state()
         with pytest.raises(kind) as caught:

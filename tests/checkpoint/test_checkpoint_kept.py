@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 
 import pytest
@@ -453,7 +454,7 @@ def test_windows_that_last_do_not_overlap(sizes, free):
     room.plan(sizes, True, 0)
     apart = free - ring.free
     found = sorted((w.data_ptr(), w.numel()) for nbytes in sizes if (w := room.lasting(nbytes, lambda: None)) is not None)
-    assert all(a % ALIGN == b % ALIGN and a + n <= b for (a, n), (b, _) in zip(found, found[1:], strict=False))
+    assert all(a % ALIGN == b % ALIGN and a + n <= b for (a, n), (b, _) in itertools.pairwise(found))
     assert apart in (0, 2) and (apart or len(found) == len(sizes)), "where all fit nothing is set apart"
 
 

@@ -159,12 +159,12 @@ def test_extras_of_equal_values_are_one(tmp_path):
     """Their bytes differ: sets and dictionaries in another order, one object twice, memory laid out otherwise. Others stay each rank's."""
 
     def values(rank: int) -> dict:
-        text = "".join(["on", "ce"])
+        text, equal = ("".join(each) for each in (["on", "ce"], ["onc", "e"]))  # two objects
         row = torch.arange(12.0).view(3, 4)
         return {
             "sets": {"seen": {0, 8} if rank else {8, 0}, "kept": frozenset([16, 0, 8][:: 1 - 2 * rank])},
             "order": {"a": 1, "b": [2, ({3: None},)]} if rank else {"b": [2, ({3: None},)], "a": 1},
-            "twice": [text, text] if rank else [text, "".join(["on", "ce"])],
+            "twice": [text, text] if rank else [text, equal],
             "tensor": row[:, 1] if rank else row[:, 1].clone(),
         }
 

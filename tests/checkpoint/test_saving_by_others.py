@@ -162,9 +162,9 @@ def test_gradients_and_states_are_refused_with_their_remedy(tmp_path, stage):
         states = {name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters()}
         for tensors, remedy in ((grads, "zs.full_gradients"), (states, "zs.full_optimizer_state_dict")):
             saves = (
-                lambda: safetensors.torch.save_file(tensors, tmp_path / "file"),  # noqa: B023
-                lambda: torch.save(tensors, io.BytesIO()),  # noqa: B023
-                lambda: next(iter(tensors.values())).untyped_storage(),  # noqa: B023
+                lambda: safetensors.torch.save_file(tensors, tmp_path / "file"),
+                lambda: torch.save(tensors, io.BytesIO()),
+                lambda: next(iter(tensors.values())).untyped_storage(),
             )
             for save in saves:
                 with pytest.raises(zs.ShardedAccessError, match=remedy):

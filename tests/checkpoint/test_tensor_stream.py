@@ -38,8 +38,8 @@ def _equal(rank, budget, masters, dtype, options):
         assert not got.keys() & batch.keys()
         got |= batch
     assert got.keys() == expected.keys() and largest
-    for name, value in expected.items():
-        value = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    for name, stored in expected.items():
+        value = stored.to(dtype) if dtype is not None and stored.is_floating_point() else stored
         assert torch.equal(got[name], value) and got[name].dtype == value.dtype, name
     assert got["head.weight"] is got["embedding.weight"]  # tied
     _step(rank, model, optimizer)  # the loop goes on

@@ -59,7 +59,7 @@ def test_axes_have_names_and_an_order_of_their_own():
         (["--mesh", "tp=3"], ["tp to divide the model's 4 heads", "got tp=3", "tp=2 or tp=4"]),
         (["--mesh", "tp=16"], ["4 heads", "the nearest: tp=4"]),
         (["--mesh", "pp=5", "--layers", "4"], ["at most as many stages", "4, got pp=5", "the nearest: pp=4"]),
-        (["--mesh", "pp=2", "--micro-batches", "3"], ["--batch", "dp x accumulate = 1 x 3 = 3", "try --batch 9"]),
+        (["--mesh", "pp=2", "--accumulate", "3"], ["--global-batch", "dp x accumulate = 1 x 3 = 3", "try --global-batch 9"]),
         (["--mesh", "pp=2", "--sample-bytes", "20"], ["--sample-bytes", "expected 0 with --mesh dp=1,pp=2,tp=1", "got 20"]),
         (["--mesh", "tp=2", "--tile-max-bytes", "4096"], ["--tile-max-bytes", "cuts weights itself"]),
         (["--schedule", "1f1b"], ["--schedule", "none without stages (--mesh pp=2)"]),
@@ -95,20 +95,20 @@ def test_a_published_run_gives_shape_and_stage(name):
     assert (given.stage, shape.layers, shape.seq_len, shape.positions) == (3, 2, 32, study.tiny.positions)
     full = parse_train(["--preset", name, "--scale", "full"])
     layout = study.layout
-    assert (full.model_config(), full.batch, full.precision) == (study.full, layout.global_batch, layout.precision)
+    assert (full.model_config(), full.global_batch, full.precision) == (study.full, layout.global_batch, layout.precision)
     published = parse_train(["--preset", name, "--scale", "full", "--mesh", f"dp={layout.dp},pp={layout.pp},tp={layout.tp}"])
     assert published.axes.ranks == layout.ranks
 
 
 def test_what_a_mesh_stands_for_can_be_given_otherwise():
     options = parse_train(["--preset", "bloom", "--scale", "tiny", "--mesh", "dp=2,pp=2,tp=2"])
-    assert (options.accumulate, options.batch, options.sample_bytes) == (4, 8, 0)
+    assert (options.accumulate, options.global_batch, options.sample_bytes) == (4, 8, 0)
     options.check_batch(8)
-    options = parse_train(["--mesh", "dp=2,pp=2", "--micro-batches", "2", "--batch", "12", "--schedule", "GPipe"])
-    assert (options.accumulate, options.batch, options.schedule) == (2, 12, "gpipe")
-    assert parse_train(["--mesh", "dp=3,pp=2"]).batch == 24
+    options = parse_train(["--mesh", "dp=2,pp=2", "--accumulate", "2", "--global-batch", "12", "--schedule", "GPipe"])
+    assert (options.accumulate, options.global_batch, options.schedule) == (2, 12, "gpipe")
+    assert parse_train(["--mesh", "dp=3,pp=2"]).global_batch == 24
     plain = parse_train(["--mesh", "dp=2"])
-    assert (plain.accumulate, plain.batch, plain.sample_bytes) == (1, 8, 300)
+    assert (plain.accumulate, plain.global_batch, plain.sample_bytes) == (1, 8, 300)
     with pytest.raises(UsageError, match="the 4 ranks, got dp=2,pp=1,tp=1 = 2; try --mesh dp=4"):
         plain.check_batch(4)
 
@@ -166,7 +166,7 @@ def test_parts_of_a_model_train_as_the_whole_does(text, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(zs, "parallelize", lambda *a, **k: made.append(OneRank(*a, **k)) or made[-1], raising=False)
     monkeypatch.setattr(mesh_trainer, "init_device_mesh", lambda _, shape, mesh_dim_names: (mesh_dim_names, shape))
-    arguments = _train(text, tmp_path, "--batch", "6", "--micro-batches", "3", "--eval-bytes", "500")[1:]
+    arguments = _train(text, tmp_path, "--global-batch", "6", "--accumulate", "3", "--eval-bytes", "500")[1:]
     corpus, alone = read_corpus(text, held_out_nbytes=500), Ranks(0, 1, torch.device("cpu"))
     plain = Trainer(parse_train([*arguments, "--preset", "bloom"]), alone, corpus)
     expected = [plain.held_out_loss(overlap=True), *(result.loss for result in plain.steps()), plain.held_out_loss()]

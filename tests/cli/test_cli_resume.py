@@ -34,7 +34,7 @@ def text(tmp_path_factory):
 
 
 def _train(text, out, *arguments: str) -> int:
-    small = ["--layers", "1", "--dim", "16", "--heads", "1", "--seq", "16", "--batch", "4", "--eval-bytes", "200"]
+    small = ["--layers", "1", "--dim", "16", "--heads", "1", "--seq", "16", "--global-batch", "4", "--eval-bytes", "200"]
     run = ["--data", str(text), "--steps", "10", "--eval-every", "5", "--sample-bytes", "0", "--ngram-rows", "0"]
     return main(["train", *small, *run, "--ranks", "1", "--save-every", "3", "--out", str(out), *arguments])
 
@@ -221,7 +221,7 @@ def _resumed(rank: int, world: int, arguments: list[str], out: str, port: int) -
 @pytest.mark.limit(120)
 def test_two_ranks_that_are_killed_go_on_bit_for_bit(text, tmp_path):
     """SIGKILL for both, between two checkpoints."""
-    small = ["--layers", "1", "--dim", "16", "--heads", "1", "--seq", "16", "--batch", "4", "--eval-bytes", "200"]
+    small = ["--layers", "1", "--dim", "16", "--heads", "1", "--seq", "16", "--global-batch", "4", "--eval-bytes", "200"]
     run = ["--data", str(text), "--sample-bytes", "0", "--ngram-rows", "0", "--threads", "1"]
     arguments = [*small, *run, "--steps", "60", "--save-every", "20", "--eval-every", "30"]
     whole, parted = tmp_path / "whole", tmp_path / "parted"

@@ -12,11 +12,18 @@ import torch
 from helpers import OddGPT, adamw, seeded
 
 import zeroshard as zs
-from zeroshard.cli import environment, main
+from zeroshard.cli import COMMANDS, environment, main
+from zeroshard.cli.arguments import EXTRAS
 from zeroshard.cli.doctor import NOTE, PROBLEM, WARNING, facts_of, findings
 from zeroshard.cli.environment import DeepSpeed, Disk, Environment, Gpu, Host
+from zeroshard.cli.sheets import Sheet, show
 from zeroshard.testing import run_threads
 from zeroshard.version import TESTED_TORCH
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 HOST = Host(8, 8, 64 << 30, {"RAM": 32 << 30}, None, True, 8 << 30, 8 << 30)
 DISK = Disk("current folder", "/work", "ext4", 100 << 30, True, None)
@@ -24,7 +31,7 @@ GPU = Gpu("H100", 80 << 30, "9.0", None)
 HEALTHY = Environment(
     python="3.11.7", executable="python", platform="Linux", zeroshard="0.1.0", torch="2.13.0+cu130", build="CUDA 13.0",
     backends={"gloo": True, "nccl": True, "mpi": False}, gpus=[GPU], driver="580.1", host=HOST, disks=[DISK],
-    packages={"rich": "15", "matplotlib": "3", "psutil": "7"}, deepspeed=DeepSpeed("nothing"), compiler="/usr/bin/c++",
+    packages={"rich": "15", "matplotlib": "3"}, deepspeed=DeepSpeed("nothing"), compiler="/usr/bin/c++",
     trials={"gloo": None, "a step of two ranks": None},
 )  # fmt: skip
 
@@ -66,7 +73,7 @@ WRONG = {
     "a network as a disk": (on_disk(filesystem="nfs4"), NOTE, "a network", "offload_path"),
     "no direct I/O": (on_disk(direct=False, filesystem="zfs"), WARNING, "no direct I/O", "ext4"),
     "a full disk": (on_disk(free_nbytes=1 << 30), WARNING, "1.1 GB free", "free some"),
-    "no extras": (but(packages={"rich": "15"}), NOTE, "matplotlib, psutil", "zeroshard[cli]"),
+    "no extras": (but(packages={"rich": "15"}), NOTE, "matplotlib (pictures)", "pip install -e '.[cli]'"),
     "no deepspeed": (but(packages={**HEALTHY.packages, "lightning": "2.6"}), NOTE, "lightning", "zeroshard.deepspeed"),
     "the real deepspeed": (but(deepspeed=DeepSpeed("deepspeed")), NOTE, "the real one", "zeroshard.deepspeed"),
 }
@@ -89,9 +96,8 @@ def test_the_release_of_torch_is_said_to_be_tested_or_not():
 
 def test_the_readme_names_the_tested_releases_and_the_requirements_pin_one_of_them():
     root = Path(__file__).parents[2]
-    releases = [f"{release} ({day})" for release, day in TESTED_TORCH.items()]
-    said = f"Tested with torch {', '.join(releases[:-1])} and {releases[-1]}"
-    assert said in " ".join((root / "README.md").read_text().split())
+    status = next(line for line in (root / "README.md").read_text().splitlines() if line.startswith("| torch |"))
+    assert all(release in status for release in TESTED_TORCH) and min(TESTED_TORCH.values()) in status
     pinned = [line for line in (root / "requirements/torch.txt").read_text().splitlines() if not line.startswith("#")]
     assert pinned[0].removeprefix("torch==") in TESTED_TORCH
 
@@ -159,11 +165,12 @@ class _Absent:
 
 @pytest.fixture
 def bare(monkeypatch):
-    """The command, imported anew where there is neither rich nor matplotlib nor psutil."""
-    absent, before = ("rich", "matplotlib", "psutil"), dict(sys.modules)
+    """The command, imported anew after `pip install -e .` alone: no optional library is there."""
+    absent, before = ("rich", "rich_argparse", "matplotlib", "shtab"), dict(sys.modules)
     for name in list(sys.modules):
         if name.split(".")[0] in absent or name.startswith(("zeroshard.cli", "zeroshard.bench")):
             del sys.modules[name]
+    monkeypatch.setitem(sys.modules, "transformers", None)  # its modules, once imported, do not bear to be imported again
     monkeypatch.setattr(sys, "meta_path", [_Absent(absent), *sys.meta_path])
     import zeroshard.cli
 
@@ -193,8 +200,69 @@ def test_the_doctor_needs_no_extra(bare, capsys):
     assert "can train" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("arguments", "extra"), [(["train"], "cli"), (["bench", "--quick"], "bench")])
-def test_a_command_that_needs_an_extra_says_which_in_one_line(bare, arguments, extra, capsys):
+def test_help_of_every_command_needs_no_extra(bare, capsys):
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            bare([name, "--help"])
+        assert ended.value.code == 0 and "--quiet" in capsys.readouterr().out
+
+
+def test_training_needs_no_extra_and_a_picture_that_cannot_be_drawn_is_a_line(bare, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("the cat sat on the mat, and the dog ate the hat. " * 200)
+    small = "--ranks 1 --steps 2 --layers 1 --dim 16 --heads 1 --seq 16 --ngram-rows 8 --eval-bytes 200 --sample-bytes 4".split()
+    assert bare(["train", *small, "--threads", "1", "--data", str(tmp_path), "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr()
+    line = f"{tmp_path}/run/plot.png is not drawn: matplotlib is not installed; install it with: pip install -e '.[cli]'"
+    assert line in said.err.splitlines()
+    for words in ("stage 3", "Held-out text", "Memory of model states per rank", "results in"):
+        assert words in said.out
+    assert (tmp_path / "run" / "report.json").exists() and not (tmp_path / "run" / "plot.png").exists()
+
+
+def test_plans_and_papers_write_everything_but_their_pictures(bare, tmp_path, capsys):
+    assert bare(["plan", "quickstart", "--ranks", "2", "--seq", "64", "--out", str(tmp_path / "plan"), "-q"]) == 0
+    assert (tmp_path / "plan" / "report.json").exists() and (tmp_path / "plan" / "plan.html").exists()
+    assert bare(["papers", "zero-fig6", "--out", str(tmp_path / "papers"), "-q"]) == 0
+    said = capsys.readouterr()
+    assert "zero-fig6.csv" in said.out and ".png" not in said.out
+    assert said.err.count("is not drawn: matplotlib is not installed") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "library"),
+    [(["completion", "bash"], "shtab"), (["plan", "llama-3-8b"], "transformers"), (["bench", "--quick"], "rich")],
+)
+def test_a_command_that_needs_an_extra_says_which_in_one_line(bare, arguments, library, capsys):
     assert bare(arguments) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"pip install 'zeroshard[{extra}]'" in said
+    assert said.count("\n") == 1 and library in said and "pip install -e '.[cli]'" in said
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_the_doctor_keeps_to_the_width_of_the_terminal(bare, columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert bare(["doctor"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_tables_in_frames_keep_to_the_width_of_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    show(Sheet([("a fact", "/a/long/path" * 20), ("another", "words and words " * 20)], ("name", "value")))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+
+
+def test_json_of_the_doctor_is_a_screen(capsys):
+    assert main(["doctor", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 100 and json.loads(text)["can_train"] is True
+
+
+def test_every_extra_that_a_message_names_is_there():
+    """In pyproject.toml, with the library; and what the environment of ./quickstart and ./test installs is pinned."""
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for library, extra in EXTRAS.items():
+        assert library.replace("_", "-") in extras[extra]
+    pinned = {line.split("==")[0] for name in ("cli", "docs", "test") for line in (root / "requirements" / f"{name}.txt").open()}
+    assert set(extras["cli"]) <= pinned

@@ -71,7 +71,7 @@ def test_c14_life_cycle_returns_to_the_start(options):
             counts.append(count())
     (tensors, files, *nbytes), (tensors_after, files_after, *nbytes_after) = counts
     assert tensors_after <= tensors and files_after == files
-    live, shared, resident = (after - before for before, after in zip(nbytes, nbytes_after))
+    live, shared, resident = (after - before for before, after in zip(nbytes, nbytes_after, strict=False))
     assert live < 1 << 20 and shared < 8 << 20
     assert resident < 128 << 20  # threads leave holes in malloc's arenas, up to 50 MB seen; leaked states would be 190
 

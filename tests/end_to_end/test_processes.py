@@ -131,7 +131,7 @@ def forks(rank: int, world: int):
             reader, writer = os.pipe()
             pid = os.fork()
             if pid == 0:
-                sys.stderr = open(os.devnull, "w")
+                sys.stderr = open(os.devnull, "w")  # noqa: SIM115
                 try:
                     zs.full_optimizer_state(model)  # parameters it may read: they are in shared memory
                 except BaseException as error:

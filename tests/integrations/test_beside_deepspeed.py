@@ -30,7 +30,7 @@ def check(told):
         expected, whole, resumed = RECORD[REFERENCE.get(cell, cell)], runs["whole"], runs.get("resumed", {})
         wrong += [f"{cell}, not DeepSpeed's: {what}" for what in differences(whole, expected)]
         wrong += [f"{cell}, resumed: {what}" for what in differences(resumed, whole)]
-        if whole.keys() != expected.keys() or not (cell.startswith("options/") or all(resumed.values()) and resumed):
+        if whole.keys() != expected.keys() or not (cell.startswith("options/") or (all(resumed.values()) and resumed)):
             wrong.append(f"{cell}: numbers are missing: {runs}")
     assert not wrong, "\n".join(wrong)
 

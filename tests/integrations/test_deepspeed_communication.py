@@ -130,4 +130,4 @@ def test_before_it_starts(bare):
     with pytest.raises(zs.ZeroshardError, match="init_distributed"):
         dist.get_rank()
     with pytest.raises(AttributeError, match="no comm.frobnicate"):
-        dist.frobnicate
+        dist.frobnicate  # noqa: B018

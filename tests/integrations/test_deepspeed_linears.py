@@ -58,8 +58,8 @@ class BiasApart(nn.Linear):
 def test_tiles_are_parts_of_the_whole(ins, outs, bias):
     whole, x = nn.Linear(5, 7, bias=bias), drawn(3, 5)
     tiled = TiledLinear(5, 7, bias=bias, in_splits=ins, out_splits=outs, init_linear=whole)
-    for row, (top, bottom) in zip(tiled.linears, zip(tiled.out_parts, tiled.out_parts[1:])):
-        for tile, (start, stop) in zip(row, zip(tiled.in_parts, tiled.in_parts[1:])):
+    for row, (top, bottom) in zip(tiled.linears, zip(tiled.out_parts, tiled.out_parts[1:], strict=False), strict=False):
+        for tile, (start, stop) in zip(row, zip(tiled.in_parts, tiled.in_parts[1:], strict=False), strict=False):
             assert torch.equal(tile.weight, whole.weight[top:bottom, start:stop]) and (tile.bias is not None) == (
                 bias and stop == 5
             )
@@ -67,7 +67,7 @@ def test_tiles_are_parts_of_the_whole(ins, outs, bias):
     parts = TiledLinear(
         5, 7, bias=bias, in_splits=ins, out_splits=outs, init_linear=whole, input_is_already_split=True, combine_out_splits=False
     )
-    sizes = [stop - start for start, stop in zip(parts.in_parts, parts.in_parts[1:])]
+    sizes = [stop - start for start, stop in zip(parts.in_parts, parts.in_parts[1:], strict=False)]
     torch.testing.assert_close(torch.cat(parts(x.split(sizes, dim=-1)), dim=-1), whole(x))
     apart = TiledLinearReturnBias(5, 7, bias=bias, in_splits=ins, out_splits=outs, init_linear=whole, linear_cls=BiasApart)
     output, theirs = apart(x)

@@ -333,7 +333,7 @@ def test_below_stage_3_parameters_have_none_of_it(stage):
     def run(rank):
         model, _ = zs.shard(copy.deepcopy(BASE), None, stage=stage)
         with zs.gathered(model):
-            inside = [p for p in model.parameters()]
+            inside = list(model.parameters())
             assert not any(hasattr(p, name) for p in inside for name in (*partition._PROPERTIES, *partition._METHODS))
         assert not any(hasattr(p, name) for p in model.parameters() for name in (*partition._PROPERTIES, *partition._METHODS))
         assert not hasattr(torch.ones(1), "ds_id")

@@ -180,7 +180,7 @@ def test_the_cpu_as_an_accelerator(afresh, monkeypatch):
     with device.stream(device.current_stream()):
         device.synchronize()
     with pytest.raises(AttributeError, match="zeroshard.deepspeed has no frobnicate"):
-        device.frobnicate
+        device.frobnicate  # noqa: B018
     assert device.create_op_builder("CPUAdamBuilder").is_compatible() and device.get_op_builder("Nothing") is None
 
 

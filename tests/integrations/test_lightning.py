@@ -30,7 +30,7 @@ from lightning.pytorch.strategies import StrategyRegistry  # noqa: E402
 from zeroshard.integrations.lightning import STRATEGIES, FabricZeroshardStrategy, ZeroshardStrategy, _register  # noqa: E402
 
 WORDS, DIM, BATCHES = 11, 8, 8
-QUIET = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")}
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"), False)
 
 
 @pytest.fixture(autouse=True)

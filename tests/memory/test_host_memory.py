@@ -266,7 +266,7 @@ for mib in (256, 1024):
 # limits that other systems do not enforce
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_AS and /proc")
 def test_b23_a_real_limit_of_the_address_space_is_seen():
-    run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, timeout=150)
+    run = subprocess.run([sys.executable, "-c", CAGED], capture_output=True, text=True, timeout=150, check=False)
     assert run.returncode == 0, run.stderr
     *refusal, end = run.stdout.splitlines()
     assert end == "sharded"
@@ -377,12 +377,12 @@ class Runtime(SimpleNamespace):
     def __init__(self, answer: int = 0) -> None:
         super().__init__(answer=answer, pinned={}, cudaGetErrorString=lambda code: f"error {code}")
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if not self.answer:
             self.pinned[address] = nbytes
         return self.answer
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         return 0 if self.pinned.pop(address) else 1
 
 

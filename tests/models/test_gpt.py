@@ -144,4 +144,4 @@ def test_a_wrong_option_is_named(wrong, words):
 def test_future_tokens_are_not_seen():
     model, changed = _seeded(BLOOM).eval(), TOKENS.clone()
     changed[:, -1] = 7
-    assert torch.equal(model(TOKENS)[:, :-1], model(changed)[:, :-1]) and not F.mse_loss(model(TOKENS), model(changed)) == 0
+    assert torch.equal(model(TOKENS)[:, :-1], model(changed)[:, :-1]) and F.mse_loss(model(TOKENS), model(changed)) != 0

@@ -155,7 +155,7 @@ def test_bytes_at_rest_and_bytes_moved_are_the_closed_formulas(world_size, row):
         assert 0.999 * psi / world_size <= s and 0.98 * s <= r <= s
         expected = expected_traffic(row, s, r)
         assert step(model, optimizer, tokens) == expected
-        if "nvme" != places[2]:
+        if places[2] != "nvme":
             assert first == expected
         held = expected_at_rest(row, psi, s, r)
         ledger = runtime.ledger
@@ -209,7 +209,7 @@ def test_a_trillion_parameters_on_disk_take_a_few_units_of_device_memory(monkeyp
         disk = runtime.ledger.elsewhere[DISK]
         assert sum(disk.values()) == 18 * s
         host = runtime.ledger.elsewhere[HOST]
-        assert set(name for name, nbytes in host.items() if nbytes) == {STAGING}
+        assert {name for name, nbytes in host.items() if nbytes} == {STAGING}
 
 
 def test_prefetch_bucket_size_counts_elements():

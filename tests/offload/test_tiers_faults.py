@@ -117,7 +117,7 @@ def test_every_rank_raises_the_same_error_and_goes_no_further(name, world_size, 
 
     results = run_threads(world_size, rank_run, timeout_s=60)
     error, *_ = results[-1]
-    for got, later, failed in results:
+    for got, later, _failed in results:
         assert isinstance(got, zs.OffloadIOError), repr(got)
         assert (got.file, got.offset, got.errno) == (error.file, error.offset, number)
         assert Path(got.file).parent.parent == tmp_path and errno.errorcode[number] in str(got) and str(got.offset) in str(got)

@@ -126,8 +126,8 @@ def _beside_the_weights(rank, meshes, root, found):
     step(model, optimizer, 0, mesh["dp_replicate"].get_local_rank(), 2)
     zs.save(root / "frozen", model, optimizer, extra={"ema": average}, asynchronous=True).wait()
     found["saved"], found["average"] = whole(model), average.full_state_dict()
-    for where, mesh in [*meshes.items(), ("groups x tp2", mesh)]:
-        model, optimizer = frozen(mesh)
+    for where, other in [*meshes.items(), ("groups x tp2", mesh)]:
+        model, optimizer = frozen(other)
         average = zs.ema(model, decay=0.5)
         zs.load(root / "frozen", model, optimizer, extra={"ema": average})
         found["loaded", where], found["averaged", where] = whole(model), average.full_state_dict()

@@ -13,9 +13,9 @@ from zeroshard.parallel.stages import cut_by_cost, cut_stages
 
 
 def test_the_costliest_stage_is_as_cheap_as_can_be():
-    assert cut_by_cost([3, 1, 1, 1, 3], 3) == [range(0, 1), range(1, 4), range(4, 5)]
-    assert cut_by_cost([1] * 6, 4) == [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
-    assert cut_by_cost([9, 1, 1], 3) == [range(0, 1), range(1, 2), range(2, 3)]
+    assert cut_by_cost([3, 1, 1, 1, 3], 3) == [range(1), range(1, 4), range(4, 5)]
+    assert cut_by_cost([1] * 6, 4) == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+    assert cut_by_cost([9, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]
     costs = [5, 1, 4, 2, 2, 7, 1, 1, 3]
     best = min(
         max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a in range(1, len(costs) - 1) for b in range(a + 1, len(costs))
@@ -27,9 +27,9 @@ def test_a_large_head_makes_its_stage_shorter_unless_it_weighs_nothing():
     model = kit.model()
     model.head = nn.Linear(16, 4096, bias=False)
     blocks = [stage.pipeline_stage.blocks for stage in cut_stages(model, 2, [0, 1])]
-    assert blocks == [range(0, 3), range(3, 4)]
+    assert blocks == [range(3), range(3, 4)]
     blocks = [stage.pipeline_stage.blocks for stage in cut_stages(model, 2, [0, 1], head_weight=0, embedding_weight=0)]
-    assert blocks == [range(0, 2), range(2, 4)]
+    assert blocks == [range(2), range(2, 4)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -107,7 +107,7 @@ def test_what_can_not_be_cut_is_told():
     with pytest.raises(zs.ConfigError, match="shared.* is used between the blocks, by more than one stage"):
         cut_stages(_Crossed((0, 1), shared=True), 2, [0])
     assert [stage.pipeline_stage.blocks for stage in cut_stages(kit.model(), 2, [0, 1], cuts=["blocks.1"])] == [
-        range(0, 1),
+        range(1),
         range(1, 4),
     ]
 

@@ -99,10 +99,10 @@ def test_a_unit_whose_module_keeps_a_loss_is_released_in_a_plan_too():
     def model():
         return nn.Sequential(nn.Embedding(16, 8), nn.ModuleList([Keeps()])[0], nn.Linear(8, 16))
 
-    found = []
-    for keeps in (False, True):
-        found.append(plan(model, ranks=2, batch=(2, 4), units=("Keeps",)).report)
-    without, with_one = found
+    keeps = False
+    without = plan(model, ranks=2, batch=(2, 4), units=("Keeps",)).report
+    keeps = True
+    with_one = plan(model, ranks=2, batch=(2, 4), units=("Keeps",)).report
     assert not with_one.deviations and with_one.communication == without.communication
 
 

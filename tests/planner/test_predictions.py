@@ -23,8 +23,8 @@ SHAPE = GPTConfig(vocab_size=512, seq_len=64, dim=128, layers=3, heads=4)
 QUICKSTART = Path(__file__).parents[2] / "quickstart"
 CHUNK_NBYTES = 4 * CHUNK_NUMEL  # of the host's step, which goes over all at once where nothing is computed
 CASES = {
-    "stage 3, checkpoints, accumulation": dict(stage=3, micro_batches=3, hold=True, checkpointing=True),
-    "stage 2, bf16, states on disk": dict(stage=2, precision="bf16", offload_optimizer="nvme"),
+    "stage 3, checkpoints, accumulation": {"stage": 3, "micro_batches": 3, "hold": True, "checkpointing": True},
+    "stage 2, bf16, states on disk": {"stage": 2, "precision": "bf16", "offload_optimizer": "nvme"},
 }
 
 

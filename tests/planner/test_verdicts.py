@@ -58,7 +58,7 @@ def test_tables_add_up(stage_0):
     moved = sum(float(row[3]) for row in sent.rows if row[1] != "all")
     assert moved == pytest.approx(sum(plan.sent.values()) / 1e9, abs=0.001)
     kept = tables.activations(plan)
-    assert ("blocks.*", "3") == kept.rows[0][:2] and kept.rows[-1][0] == "all"
+    assert kept.rows[0][:2] == ("blocks.*", "3") and kept.rows[-1][0] == "all"
 
 
 @pytest.mark.parametrize(

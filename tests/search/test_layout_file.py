@@ -63,7 +63,7 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
         "hierarchical",
     ):
         assert getattr(trained, field) == getattr(asked, field), field
-    assert (options.batch, options.accumulate) == (layout.sequences, layout.micro_batches)
+    assert (options.global_batch, options.accumulate) == (layout.sequences, layout.micro_batches)
     assert options.checkpoints == (layout.checkpointing != "none") and options.partition_activations == (
         layout.checkpointing == "partitioned"
     )
@@ -96,8 +96,10 @@ def test_all_readers_come_to_the_same_options(name, tmp_path):
 def test_options_given_beside_the_file_count(tmp_path):
     path = written(LAYOUTS["offloaded"], tmp_path)
     assert zs.Config.build(path, stage=3, offload_optimizer="cpu", offload_gradient="cpu").offload_optimizer.tier is HOST
-    options = parse_train(["--config", str(path), "--stage", "2", "--offload-param", "none", "--batch", "16", "--ranks", "2"])
-    assert (options.stage, options.batch, options.ranks, options.offload_optimizer) == (2, 16, 2, "nvme")
+    options = parse_train(
+        ["--config", str(path), "--stage", "2", "--offload-param", "none", "--global-batch", "16", "--ranks", "2"]
+    )
+    assert (options.stage, options.global_batch, options.ranks, options.offload_optimizer) == (2, 16, 2, "nvme")
 
 
 def shard_by_file(rank, path):

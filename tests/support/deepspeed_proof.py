@@ -36,7 +36,7 @@ def numbers(cells: list[str], folder: Path, deepspeed_python: str | None = None,
     own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | path
     own |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     port, deadline = free_port(), time.monotonic() + limit_s
-    logs = [open(folder / f"rank{rank}.log", "w+") for rank in range(2)]
+    logs = [open(folder / f"rank{rank}.log", "w+") for rank in range(2)]  # noqa: SIM115  # closed below
     ranks = [
         subprocess.Popen(command, env=own | rank_environment(rank, 2, port), cwd=folder, stdout=log, stderr=subprocess.STDOUT)
         for rank, log in enumerate(logs)

@@ -39,7 +39,7 @@ def run_forked(
     rounds, ended = [[name for name in ports if name in waiting], *([name] for name in ports if name not in waiting)], {}
     for names in rounds:
         children = {name: _Child(scenarios[name], ports[name], rank, world) for name in names}
-        while not all([child.over() for child in children.values()]):
+        while not all(child.over() for child in children.values()):
             time.sleep(0.01)
         ended |= {name: child.outcome for name, child in children.items()}
     return ended

@@ -11,6 +11,7 @@ are sent, masters are fp32, the loss scale is a power of two, so every precision
 
 import contextlib
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class MLP(nn.Module):
 
     def __init__(self, widths: tuple[int, ...] = (5, 9, 7, 3)) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(i, o) for i, o in itertools.pairwise(widths))
         self.gain = nn.Parameter(torch.tensor(1.1))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

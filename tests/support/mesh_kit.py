@@ -57,7 +57,7 @@ def trained(world_size: int, network: str, task: Task, cells: list[dict], node_s
 
 def in_order_of(kind: str, size: int, world_size: int, **rounding: Any) -> Rounding:
     """Where a reference rounds, and in which order it adds, so that it has the bits of `kind`."""
-    two_hops = kind != "plain" and 1 < world_size // size and (kind == "groups" or size > 1)
+    two_hops = kind != "plain" and world_size // size > 1 and (kind == "groups" or size > 1)
     return Rounding(node=size if two_hops else 0, alike=two_hops and kind == "groups", **rounding)
 
 

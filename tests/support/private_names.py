@@ -85,9 +85,9 @@ def _visit(node: ast.AST, where: str, own: frozenset[str], bound: dict[str, str]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):
             continue  # a docstring
-        if isinstance(child, ast.Constant) and isinstance(child.value, str):
-            if child.value in ATTRIBUTES or child.value.startswith("torch._"):
-                uses.append(Use(child.lineno, child.value, where))
+        text = child.value if isinstance(child, ast.Constant) and isinstance(child.value, str) else ""
+        if text in ATTRIBUTES or text.startswith("torch._"):
+            uses.append(Use(child.lineno, text, where))
         _visit(child, where, own, bound, uses)
 
 

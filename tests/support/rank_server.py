@@ -34,7 +34,7 @@ def _fork(path: bytes, arguments: list[str], open_fds: list[int]) -> int:
                 with contextlib.suppress(OSError):  # the listing's own
                     os.fstat(number)
                     os.dup2(2, number)  # not closed: a logger that holds pytest's stream would write into the number's next file
-        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False, buffering=1) for number, mode in enumerate("rww"))
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False, buffering=1) for number, mode in enumerate("rww"))  # noqa: SIM115
         forkserver._forkserver.__init__()  # its lock is held, above
         resource_tracker._resource_tracker.__init__()
         exec(arguments[-1], {})

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.models.gpt import GPT, GPTConfig
 
 VOCAB, SEQ, BATCH = 48, 12, 3
-SMALL = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROTARY = dict(**SMALL, num_key_value_heads=2, max_position_embeddings=32)
 
 
@@ -44,14 +44,14 @@ def gpt2(**options) -> nn.Module:
 def bert(**options) -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=32)
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 32}
     return BertForMaskedLM(BertConfig(**SMALL, **off, **options))
 
 
 def t5(**options) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = dict(vocab_size=VOCAB, d_model=32, d_ff=40, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 40, "d_kv": 8, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **options))
 
 

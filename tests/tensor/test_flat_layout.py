@@ -1,5 +1,6 @@
 """FlatLayout: slots, shards, pieces and paddings fit together for any shapes and any world size. No communication."""
 
+import itertools
 import math
 
 import pytest
@@ -34,7 +35,7 @@ def test_shards_tile_the_buffer_and_start_aligned(given_shapes, world_size):
     layout = FlatLayout.build(given_shapes, world_size)
     ranges = [layout.shard_range(rank) for rank in range(world_size)]
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.numel
-    assert all(left[1] == right[0] for left, right in zip(ranges, ranges[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(ranges))
     assert all(begin % ALIGNMENT == 0 and stop - begin == layout.shard_numel > 0 for begin, stop in ranges)
 
 
@@ -52,7 +53,7 @@ def test_pieces_of_all_ranks_tile_each_slot(given_shapes, world_size):
             assert piece.start == reached
             # the same element, counted from the buffer's beginning and through the shard
             assert slot.offset + piece.start == layout.shard_range(rank)[0] + piece.shard_offset
-            assert 0 <= piece.shard_offset and piece.shard_offset + piece.numel <= layout.shard_numel
+            assert piece.shard_offset >= 0 and piece.shard_offset + piece.numel <= layout.shard_numel
             assert piece.shard_offset % ALIGNMENT == 0  # kernels see no ragged beginning
             reached = piece.stop
         assert reached == slot.numel

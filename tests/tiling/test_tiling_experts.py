@@ -212,16 +212,17 @@ def test_training_equals_the_uncut_model(build, implementation):
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """By the uncut parameters' names, read through the state dict of a copy that holds them as values."""
-    twin, found = copy.deepcopy(model), {}
+    twin = copy.deepcopy(model)
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
             if mine.grad is not None:
                 theirs.copy_(mine.grad)
     names = {name for name, _ in model.named_parameters() if ".tiles." not in name}
-    for name, value in twin.state_dict().items():
-        if name in names and model.get_parameter(name).grad is not None or "experts" in name:
-            found[name] = value
-    return found
+    return {
+        name: value
+        for name, value in twin.state_dict().items()
+        if (name in names and model.get_parameter(name).grad is not None) or "experts" in name
+    }
 
 
 def test_no_two_tiles_are_gathered_at_one_time():
@@ -242,7 +243,7 @@ def test_no_two_tiles_are_gathered_at_one_time():
     base = zs.tile(spread(seeded(qwen)).train(), max_bytes=LIMIT)  # logits of routers that are kept would keep units
     whole = sum(p.nbytes for p in base.model.layers[0].mlp.experts.parameters())
     for peak, bound in run_threads(2, run):
-        assert peak <= bound and LIMIT < whole
+        assert peak <= bound and whole > LIMIT
 
 
 # -- names, values, copies ----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Slots:
 
 
 class Plain:
-    __slots__ = ("__hidden", "__dict__", "unset")
+    __slots__ = ("__dict__", "__hidden", "unset")
 
     def __init__(self, hidden: Any, **attributes: Any) -> None:
         self.__hidden = hidden

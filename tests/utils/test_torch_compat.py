@@ -137,7 +137,7 @@ def test_autograd():
 
 
 def test_steps_of_one_call():
-    for step, states in ((torch_compat.fused_adam_, 3), (torch_compat.fused_adamw_, 3)):
+    for step, _states in ((torch_compat.fused_adam_, 3), (torch_compat.fused_adamw_, 3)):
         param, grad, count = torch.ones(4), torch.ones(4), torch.tensor(1.0)
         step(
             [param], [grad], [torch.zeros(4)], [torch.zeros(4)], [], [count], lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0,

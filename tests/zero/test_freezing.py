@@ -422,7 +422,6 @@ def test_units_do_not_wait_for_what_is_frozen():
         finish = runtime.reductions.finish
         runtime.reductions.finish = lambda *agreed: (started.append(set(runtime.reductions._started)), finish(*agreed))
         model(torch.ones(2, 7)).sum().backward()
-        # fmt: skip
         return started[0], {
             unit.number
             for unit in runtime.units

@@ -80,9 +80,8 @@ def test_b17_misuse_of_gathered_raises_on_every_rank_and_keeps_nothing(options, 
     def run(rank):
         model, _ = zs.shard(copy.deepcopy(base), None, **options)
         before = zs.full_state_dict(model)
-        with pytest.raises(zs.ShardedWriteError, match=message):
-            with zs.gathered(model, write=write):
-                action(model, rank)
+        with pytest.raises(zs.ShardedWriteError, match=message), zs.gathered(model, write=write):
+            action(model, rank)
         after = zs.full_state_dict(model)
         square(model, (torch.ones(2, 7),)).backward()
         return before, after, zs.full_gradients(model)

@@ -227,7 +227,7 @@ def test_weights_are_converted_and_masters_take_the_exact_values(tmp_path):
 
     for folder, rounded in ((exact, False), (low, True)):
         metas = [on_meta(Stack) for _ in range(2)]
-        for state, masters in run_threads(2, lambda rank: run(rank, folder, metas[rank])):  # noqa: B023
+        for state, masters in run_threads(2, lambda rank: run(rank, folder, metas[rank])):
             for name, value in base.state_dict().items():
                 same(state[name], value.bfloat16(), name, 0.0)
                 same(masters[name], value.bfloat16().float() if rounded else value, name, 0.0)
@@ -242,7 +242,7 @@ def test_tied_weights_need_one_of_their_names(tmp_path):
         metas = [on_meta(tied_gpt) for _ in range(2)]
 
         def run(rank):
-            model, _ = zs.shard(metas[rank], None, weights=folder, stage=3)  # noqa: B023
+            model, _ = zs.shard(metas[rank], None, weights=folder, stage=3)
             assert model.head.weight is model.embedding.weight
             return zs.full_state_dict(model)
 

@@ -99,7 +99,7 @@ def test_a_compiled_block_may_do_it(mode, units):
         block.compile(backend=compiled)
     model, optimizer = zs.shard(model, sgd(model.parameters()), units=units, stage=3, **mode)
     reference, counts = sgd(plain.parameters()), []
-    for step, ((x,),) in enumerate(normal_batches(4, 1, 2, DIM)):
+    for _step, ((x,),) in enumerate(normal_batches(4, 1, 2, DIM)):
         for each, stepper in ((plain, reference), (model, optimizer)):
             each(x).square().mean().backward()
             stepper.step()
@@ -149,7 +149,7 @@ def test_an_evaluation_between_forward_and_backward():
             loss(model, batches[1][rank])
         (first + loss(model, batch)).backward()
         expected = copy.deepcopy(plain)
-        for each in (0, 1):
+        for _each in (0, 1):
             mean = [torch.autograd.grad(2 * loss(expected, batches[0][r]), expected.emb.weight)[0] for r in range(2)]
         torch.testing.assert_close(zs.full_gradients(model)["emb.weight"], (mean[0] + mean[1]) / 2)
         runtime_of(model).drop_gradients()

@@ -129,8 +129,8 @@ def test_everything_frozen_passes_gradients_to_its_input(mode):
             square(model, (x,)).backward()
         return x.grad
 
-    for grad, (x,) in zip(run_threads(2, run), batches, strict=True):
-        x = x.clone().requires_grad_()
+    for grad, (batch,) in zip(run_threads(2, run), batches, strict=True):
+        x = batch.clone().requires_grad_()
         square(base, (x,)).backward()
         same(grad, x.grad, "gradient of the input", 0.0)
 

@@ -243,7 +243,7 @@ def test_gradients_are_seen_without_the_loss_scale(stage, offload):
         param.grad.mul_(0.5)
     optimizer.step()
     optimizer.step()
-    for state, reference in results:
+    for state, _reference in results:
         for name, value in results[0][1].state_dict().items():
             same(state[name], value, name, 2e-3)
 

@@ -207,7 +207,7 @@ def _make_store(model: nn.Module, options: Options) -> Store:
     return Store(model, place, comm, ledger, options.prefetch, options.min_numel, options.check_equal, speaks=rank == 0)
 
 
-def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place:
+def _place(options: Options, device: torch.device, streams: Streams, ledger: Ledger, rank: int) -> Place[Any]:
     if options.offload.tier is Tier.DISK and isinstance(streams, ImaginedStreams):
         return ImaginedDiskPlace(device, streams, ledger, options.prefetch)
     if options.offload.tier is Tier.DISK:
@@ -228,7 +228,7 @@ class _Forward:
     """A callable in place of a module's forward (an object, so that a deep copy of the model refers to itself)."""
 
     def __init__(self, store: Store, name: str, inner: Callable) -> None:
-        functools.update_wrapper(self, inner)  # signature and docstring: tools look at them
+        functools.update_wrapper(self, inner)  # type: ignore[arg-type]  # it is called, by a __call__ of its class. Signature and docstring: tools look at them
         self.store, self.name, self.inner = store, name, inner
         self.active = True
 

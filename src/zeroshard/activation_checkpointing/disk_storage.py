@@ -11,7 +11,7 @@ disk has room is asked whenever more is kept than ever before, for the first sli
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,12 @@ _WRITING = 2  # host buffers for writes, beside those of the reads that run ahea
 class FileKept(Kept):
     """One slice in a file, at `offset`."""
 
-    file: File | None = None
-    space: Space | None = None  # of the file
+    file: File = field(init=False)
+    space: Space = field(init=False)  # of the file
     reading: Any = None  # ahead of a use that never came
 
 
-class DiskPlace(Place):
+class DiskPlace(Place[FileKept]):
     """Files in a swap folder of this rank, which is removed at the end."""
 
     imagines = False
@@ -187,7 +187,7 @@ class DiskPlace(Place):
         self._files, self.arena_nbytes = [], 0
 
 
-class ImaginedDiskPlace(Place):
+class ImaginedDiskPlace(Place[Kept]):
     """A disk that nobody has, for planning: host buffers are taken, and what would move is counted."""
 
     def __init__(self, device: torch.device, streams: ImaginedStreams, ledger: Ledger, prefetch: int) -> None:
@@ -209,9 +209,9 @@ class ImaginedDiskPlace(Place):
 
     def put(self, part: Tensor, numel: int) -> Kept:
         kept = Kept(numel, part.dtype)
-        kept.memory = self.buffers.take(kept.nbytes)
+        buffer = self.buffers.take(kept.nbytes)
         self._move(self.path, kept.nbytes)
-        self.buffers.give(kept.memory)
+        self.buffers.give(buffer)
         self.ledger.enter(CHECKPOINTS, kept.nbytes, Tier.DISK)
         return kept
 
@@ -222,6 +222,7 @@ class ImaginedDiskPlace(Place):
 
     def get(self, kept: Kept) -> Tensor:
         self.fetch(kept, wait=True)
+        assert kept.memory is not None
         self.streams.join(kept.ahead)
         return (
             torch.empty(kept.numel, dtype=kept.dtype, device=self.device)
@@ -230,7 +231,7 @@ class ImaginedDiskPlace(Place):
         )
 
     def done(self, kept: Kept) -> None:
-        if kept.ahead is not None:
+        if kept.ahead is not None and kept.memory is not None:
             self.buffers.give(kept.memory)
             kept.ahead = None
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
@@ -26,12 +26,17 @@ def checkpoint_nbytes(
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """What the checkpoints of a model take on this rank. Sizes in bytes; places are "device", "host" and "disk".
+    """What the activation checkpoints of a model take on this rank. Sizes are bytes; places are "device", "host" and "disk".
 
-    held, peak: slices now, and at most. staging: buffers beside them: peers read those on the device, files those on the
-    host. arena: memory or files set aside. whole_peak: what the same checkpoints would take without partitioning.
-    formula: most checkpoints at a time x bytes of the largest / N. gathers: of slices, in backward.
-    allocations: how often memory or files were taken from the system; constant in the steady state.
+    Attributes:
+        held: slices that are kept now, by place.
+        peak: the most that were kept at one moment, by place.
+        staging: buffers beside them, by place: on the device peers read from them, on the host files do.
+        arena: memory or files that are set aside, by place.
+        whole_peak: what the same checkpoints would take without partitioning.
+        formula: the most checkpoints at a time x bytes of the largest / N.
+        gathers: collectives that gathered slices in backward.
+        allocations: how often memory or files were taken from the system; constant once training is steady.
     """
 
     blocks: tuple[str, ...]
@@ -98,7 +103,7 @@ def activation_report(model: nn.Module) -> ActivationReport:
         formula=store.largest_nbytes * store.most // slices.world_size,
         packed=store.packed,
         unpacked=store.unpacked,
-        gathers=Traffic(traffic.count, traffic.nbytes, dict(traffic.units)),
+        gathers=replace(traffic, units=dict(traffic.units)),
         moved={f"{begins.value} -> {ends.value}": nbytes for (begins, ends), nbytes in ledger.moved.items()},
         allocations=place.allocations,
         messages=tuple(store.messages),

@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Store:
     """
 
     def __init__(
-        self, model: nn.Module, place: Place, comm: Comm | None, ledger: Ledger, prefetch: int, min_numel: int,
+        self, model: nn.Module, place: Place[Any], comm: Comm | None, ledger: Ledger, prefetch: int, min_numel: int,
         check_equal: bool, speaks: bool,
     ) -> None:  # fmt: skip
         self.model, self.place, self.ledger, self.prefetch, self.min_numel = model, place, ledger, prefetch, min_numel
@@ -308,7 +309,7 @@ def _is_input_of_checkpoint() -> bool:
     come here: the one kind has hooks of its own, the other saves nothing.
     """
     passing = (torch.autograd.function.__file__, __file__, saved_parameters.__file__, saved_tensors.__file__)
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename in passing:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename == torch.utils.checkpoint.__file__

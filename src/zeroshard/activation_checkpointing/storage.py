@@ -19,7 +19,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,7 +51,10 @@ class Kept:
         return self.numel * self.dtype.itemsize
 
 
-class Place(ABC):
+KeptT = TypeVar("KeptT", bound=Kept)
+
+
+class Place(ABC, Generic[KeptT]):
     """Where slices rest. Threads: one at a time, that which is in the Store (activation_checkpointing/saved_tensors.py).
 
     allocations: how often memory was taken from the system; constant in the steady state. foreseen: slices like the first
@@ -68,23 +71,23 @@ class Place(ABC):
         self.allocations = 0
 
     @abstractmethod
-    def put(self, part: Tensor, numel: int) -> Kept:
+    def put(self, part: Tensor, numel: int) -> KeptT:
         """Keep `part` (at most numel,), contiguous and on the device, as a slice of `numel` elements."""
 
     @abstractmethod
-    def fetch(self, kept: Kept, wait: bool) -> None:
+    def fetch(self, kept: KeptT, wait: bool) -> None:
         """Start to bring a slice back. Not `wait`: only if that can begin without waiting."""
 
     @abstractmethod
-    def get(self, kept: Kept) -> Tensor:
+    def get(self, kept: KeptT) -> Tensor:
         """The slice (numel,) on the device, for work of the current stream that is started before `done`."""
 
     @abstractmethod
-    def done(self, kept: Kept) -> None:
+    def done(self, kept: KeptT) -> None:
         """What `fetch` or `get` brought is not needed any more; it may be fetched again."""
 
     @abstractmethod
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: KeptT) -> None:
         """Forget a slice; the inverse of `put`."""
 
     def settle(self) -> str | None:
@@ -99,7 +102,7 @@ class Place(ABC):
         """Give up all memory and files."""
 
 
-class MemoryPlace(Place):
+class MemoryPlace(Place[Kept]):
     """An arena in the memory of the device or of the host."""
 
     def __init__(
@@ -108,7 +111,8 @@ class MemoryPlace(Place):
         super().__init__(tier, device, streams, ledger)
         self.away = tier is Tier.HOST and streams.separate_host
         self.pin = pin and device.type == "cuda"
-        self._space, self._arena = Space(0, _SLOT_ALIGN), None
+        self._space = Space(0, _SLOT_ALIGN)
+        self._arena: Tensor | None = None
         self._beyond_nbytes = self._beyond_peak = 0  # in ordinary memory: now, and most since the arena was made
         self._needed_nbytes = 0  # most in the arena and in ordinary memory
         self._down: Any = None  # the newest copy to the host, and from it; those of one direction run in order
@@ -168,7 +172,9 @@ class MemoryPlace(Place):
         self.done(kept)
         if kept.offset < 0:
             self._beyond_nbytes -= self._space.rounded(kept.nbytes)
-            if self.away:  # to give memory back is the host's doing: streams that have joined a copy do not order it
+            if (
+                self.away and kept.memory is not None
+            ):  # to give memory back is the host's doing: streams that have joined a copy do not order it
                 self._dying.append((kept.memory, (self._down, self._up)))
         else:
             self._space.give(kept.offset, kept.nbytes)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,7 +136,7 @@ def _hardware(found: Sequence[Found], ranks: int, path: str | None, amount: Amou
     device = Device(
         name=platform.processor() or platform.machine(), memory_nbytes=max(1, memory // ranks), memory_bandwidth=mean["between"],
         kernel_latency_s=mean["launch_s"], peak_flops=peaks,
-        efficiency=Curve([2.0 * n**3 for n in amount.sides], [value / peaks["fp32"] for value in flops["fp32"]]),
+        efficiency=Curve(tuple(2.0 * n**3 for n in amount.sides), tuple(value / peaks["fp32"] for value in flops["fp32"])),
     )  # fmt: skip
     return Hardware(
         name=name, device=device, devices_per_node=ranks, links=links, host_memory_nbytes=max(1, memory),
@@ -198,7 +199,7 @@ def _measure(rank: int, world_size: int, path: str | None, amount: Amount) -> Fo
 
 
 def _bursts(comm: Comm, path: str, amount: Amount) -> dict[str, list[Burst]]:
-    probe, bursts = DiskProbe(path, 16 * amount.numel), {}
+    probe, bursts = DiskProbe(path, 16 * amount.numel), dict[str, list[Burst]]()
     kinds = {phase: (phase, REQUEST_NBYTES) for phase in PHASES} | {
         f"small {phase}": (phase, SMALL_NBYTES) for phase in ("write", "read")
     }
@@ -214,7 +215,7 @@ def _turn(comm: Comm, action: Callable[[], object], turn_s: float) -> float:
     """Seconds of one call: the median of those within a turn that all ranks begin together, after one that does not count."""
     action()
     comm.exchange(b"", "calibrate: turn")
-    samples, begin = [], time.perf_counter()
+    samples, begin = list[float](), time.perf_counter()
     while not samples or time.perf_counter() - begin < turn_s:
         started = time.process_time()
         action()
@@ -253,7 +254,7 @@ class _Counter(TorchDispatchMode):
 
     kernels = nbytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
         known = {torch_compat.storage_id(each.untyped_storage()) for each in given}

@@ -1,6 +1,6 @@
 """The published runs at full size on imagined ranks: memory of a rank by category, and bytes by axis, counted beside formulas.
 
-    python -m zeroshard.bench.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/parallelism.md
+    python -m zeroshard.bench.case_studies                       Turing-NLG, BLOOM, MT-NLG: the table of docs/learn/axes.md
     python -m zeroshard.bench.case_studies bloom --micro-batches 128 --stages 0,6      a whole step, some minutes
 
 `zs.parallelize` itself runs two steps of one rank (place 0 along dp and tp) of each stage on fake tensors, with activations

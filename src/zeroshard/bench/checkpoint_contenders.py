@@ -10,9 +10,10 @@ DeepSpeed does not sync its files to the disk; whoever times it must (checkpoint
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ class Keeper:
     """save, load: path -> None. in_background: path -> functions that tell for how many seconds training has been held up
     so far, and that wait for the end."""
 
-    save: Callable[[str], None]
-    load: Callable[[str], None]
+    save: Callable[[str], object]
+    load: Callable[[str], object]
     in_background: Callable[[str], Background] | None = None
     states: Callable[[], list[Tensor]] | None = None  # this rank's, as they rest in memory
 
@@ -51,8 +52,8 @@ def zeroshard_keeper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Keep
         return [s.host(b, e) for s, b, e in zip(contents.sources, contents.begins, ends, strict=True)]
 
     return Keeper(
-        save=lambda path: zs.save(path, model, optimizer, overwrite=True) and None,
-        load=lambda path: zs.load(path, model, optimizer) and None,
+        save=lambda path: zs.save(path, model, optimizer, overwrite=True),
+        load=lambda path: zs.load(path, model, optimizer),
         in_background=in_background,
         states=states,
     )

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
@@ -136,10 +137,11 @@ def _measure(group: list[Kept], workload: Workload, rounds: int, folder: Path, l
     with Teams() as teams:
         for kept in group:
             teams[kept.contender.name] = Team(kept.contender, workload, log_dir)
-            teams.attempt(kept, lambda team: (team.wait_ready(), team.ask("turn", 0, 2)))
+            teams.attempt(kept, Team.wait_ready)
+            teams.attempt(kept, lambda team: team.ask("turn", 0, 2))
         for index in range(rounds):
             for kept in turned(group, index):
-                teams.attempt(kept, lambda team: _take_turn(kept, team, folder / kept.contender.name, nbytes))
+                teams.attempt(kept, partial(_take_turn, kept, folder=folder / kept.contender.name, nbytes=nbytes))
             say(f"  round {index + 1} of {rounds} done")
 
 

@@ -30,7 +30,8 @@ from typing import Any
 
 import torch
 
-from ..cli.arguments import Parser, UsageError
+from ..cli.arguments import Parser, UsageError, quiet
+from ..cli.sheets import drawn
 from ..errors import SwapError
 from ..io.swap_folder import SwapFolder
 from . import (
@@ -105,15 +106,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, run, print, write; returns the exit code. Raises UsageError for a mistake in the call."""
     given = _parser().parse(sys.argv[1:] if argv is None else argv)
     console = make_console()
-    say = lambda text: console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
+    say = lambda text: quiet() or console.print(text, style="dim", markup=False, highlight=False)  # noqa: E731
     try:
         if given.calibrate:
             return calibrate.command(given.ranks, given.path, given.out or HARDWARE_FILE, say)
         plan = _plan(given)
     except ValueError as error:
         raise UsageError(f"{error}; see zeroshard bench --help") from None
-    import matplotlib  # noqa: F401  # now, and not at the end, where it is drawn with
-
     plan.out.mkdir(parents=True, exist_ok=True)
     with swap_folder(given.path, plan.out) as path:
         results = _measure(dataclasses.replace(plan, workload=dataclasses.replace(plan.workload, swap_path=path)), say)
@@ -123,6 +122,7 @@ def main(argv: list[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="zeroshard bench",
+        renamed={"--precision": "--precisions", "--sequences": "--micro-batch"},
         description="Measure zeroshard beside its peers, interleaved in one run.",
         epilog=f"contenders: {', '.join(c.name for c in CONTENDERS)}; with offload: "
         + ", ".join(c.name for c in TIER_CONTENDERS if c.offload),
@@ -131,7 +131,7 @@ def _parser() -> Parser:
     add("--quick", action="store_true", help="a short list of contenders and few rounds, below 90 s")
     add("--calibrate", action="store_true", help=f"measure this machine for zeroshard plan and simulate; --out: {HARDWARE_FILE}")
     add("--only", type=_names, default=(), metavar="NAMES", help="contenders, separated by commas; none: all")
-    add("--precision", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
+    add("--precisions", type=_names, default=",".join(PRECISIONS), metavar="LIST", help="of the contenders")
     sections = "; ".join(f"{name}: {what}" for name, what in SECTIONS.items())
     add("--sections", type=_names, metavar="LIST", help=f"what to measure (default: all). {sections}")
     rounds = f"rounds (default: {ROUNDS}, {QUICK_ROUNDS} with --quick; {TIERS_ROUNDS} of the tiers)"
@@ -139,12 +139,12 @@ def _parser() -> Parser:
     add("--steps", type=int, default=2, help="steps of a turn")
     add("--warmup", type=int, default=3, help="steps before measuring")
     add("--ranks", type=int, default=2, help="processes of each contender")
-    add("--sequences", type=int, default=2, help="sequences per rank and step")
+    add("--micro-batch", type=int, default=2, help="sequences of one forward pass of a rank, one in a step")
     for field in dataclasses.fields(ModelShape):
         add("--" + field.name.replace("_", "-"), type=int, default=field.default, help="of the model")
     add("--seed", type=int, default=1234, help="of weights and batches")
     add("--pin-cores", action="store_true", help="bind rank r to core r")
-    add("--path", metavar="FOLDER", help="on a local disk, for what is offloaded to it (default: --out)")
+    add("--path", metavar="DIR", help="on a local disk, for what is offloaded to it (default: --out)")
     add("--largest-seconds", type=float, default=120.0, metavar="S", help="GPU: of the search for each largest model; 0: none")
     usual = network.Plan.bandwidths
     add("--bandwidths", type=network.bandwidths_of, default=usual, metavar="LIST", help="network: bits a second (default: 200M)")
@@ -158,10 +158,10 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     shape = ModelShape(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(ModelShape)})
-    same = {name: getattr(arguments, name) for name in ("sequences", "ranks", "seed", "pin_cores")}
+    same = {name: getattr(arguments, name) for name in ("ranks", "seed", "pin_cores")} | {"sequences": arguments.micro_batch}
     usual_sections, usual_rounds = (QUICK_SECTIONS, QUICK_ROUNDS) if arguments.quick else (tuple(SECTIONS), ROUNDS)
     sections = usual_sections if arguments.sections is None else arguments.sections
-    lists = ((arguments.precision, PRECISIONS, "--precision"), (sections, SECTIONS, "--sections"))
+    lists = ((arguments.precisions, PRECISIONS, "--precisions"), (sections, SECTIONS, "--sections"))
     for given, known, flag in lists:
         if unknown := set(given) - set(known):
             raise ValueError(f"expected {flag} among {', '.join(known)}, got {', '.join(sorted(unknown))}")
@@ -169,14 +169,14 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         raise ValueError(f"expected --largest-seconds of at least 0, got {arguments.largest_seconds}")
     counts = [usual if arguments.rounds is None else arguments.rounds for usual in (usual_rounds, TIERS_ROUNDS)]
     rounds = Rounds(warmup=arguments.warmup, rounds=counts[0], steps=arguments.steps)
-    tiers = select(arguments.only, arguments.precision, among=TIER_CONTENDERS)
+    tiers = select(arguments.only, arguments.precisions, among=TIER_CONTENDERS)
     return Plan(
         workload=Workload(shape=shape, **same),
         rounds=rounds,
         tiers_rounds=dataclasses.replace(rounds, rounds=counts[1], memory_steps=1, lead_in=1),
-        contenders=select(arguments.only, arguments.precision, arguments.quick),
+        contenders=select(arguments.only, arguments.precisions, arguments.quick),
         tier_contenders=tiers if any(c.offload for c in tiers) else [],
-        mesh_contenders=select(arguments.only, arguments.precision, among=MESH_CONTENDERS),
+        mesh_contenders=select(arguments.only, arguments.precisions, among=MESH_CONTENDERS),
         sections=sections,
         quick=arguments.quick,
         largest_s=arguments.largest_seconds,
@@ -288,9 +288,10 @@ def _gpu(plan: Plan, say: Say) -> dict[str, Any]:
     return found
 
 
-def _finish(results: Results, out: Path, console) -> int:
+def _finish(results: Results, out: Path, console: Any) -> int:
     """Print, write, draw; returns the exit code."""
-    report.print_results(results, console)
+    if not quiet():
+        report.print_results(results, console)
     report.write_json(results, out / "results.json")
     report.write_markdown(results, out / "results.md")
     ranks = f"{results.workload.ranks} ranks on CPU, same model, seeds and batches"
@@ -300,8 +301,9 @@ def _finish(results: Results, out: Path, console) -> int:
         (results.parallel, "8 ranks on CPU over a mesh: pipeline 2, data 2, tensor 2", out / "plot_parallel.png"),
         (results.gpu_outcomes, "One GPU, bf16", out / "plot_gpu.png"),
     )
-    drawn = [path for outcomes, title, path in pictures if plot.draw(outcomes, title, path)]
-    written = [out / "results.json", out / "results.md", *drawn]
+    for outcomes, title, path in pictures:
+        drawn(path, plot.draw, outcomes, title, path)
+    written = [out / "results.json", out / "results.md", *(path for *_, path in pictures if path.exists())]
     console.print("written: " + ", ".join(map(str, written)), markup=False)
     return _exit_code(results)
 

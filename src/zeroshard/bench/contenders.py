@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +76,9 @@ class Trainer:
     place: int | None = None
 
 
-def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None):
+def _plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, autocast: str | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
     """The ordinary loop of every PyTorch program; `autocast` names the device type for bf16 autocast."""
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -102,7 +106,7 @@ def _build_local(contender: Contender, workload: Workload) -> Trainer:
 
 
 def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
-    settings = {"gradient_as_bucket_view": True}
+    settings: dict[str, Any] = {"gradient_as_bucket_view": True}
     model = nn.parallel.DistributedDataParallel(build_model(workload), **settings)
     if contender.kind == "ddp":
         optimizer = build_optimizer(model.parameters(), workload)
@@ -110,7 +114,7 @@ def _build_ddp(contender: Contender, workload: Workload) -> Trainer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         settings["parameters_as_bucket_view"] = True
-        options = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
+        options: dict[str, Any] = {"parameters_as_bucket_view": True, **optimizer_options(workload)}
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **options)
     return Trainer(_plain_step(model, optimizer, _autocast(contender, workload)), settings=settings)
 
@@ -120,7 +124,7 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     model, on_cuda = build_model(workload), workload.device == "cuda"
-    options: dict[str, object] = {"mesh": init_device_mesh(workload.device, (workload.ranks,))}
+    options: dict[str, Any] = {"mesh": init_device_mesh(workload.device, (workload.ranks,))}
     if contender.precision == "bf16":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if contender.offload:
@@ -130,7 +134,7 @@ def _build_fsdp2(contender: Contender, workload: Workload) -> Trainer:
     fully_shard(model, **options)
     if workload.meta:
         _fill(model.to_empty(device="cpu" if contender.offload else workload.device))
-    settings = {"pin_memory": on_cuda} if contender.offload else {}
+    settings: dict[str, object] = {"pin_memory": on_cuda} if contender.offload else {}
     optimizer = build_optimizer(model.parameters(), workload)
     keeper = functools.partial(checkpoint_contenders.fsdp2_keeper, model, optimizer)
     return Trainer(_plain_step(model, optimizer), settings=settings, keeper=keeper)
@@ -147,10 +151,7 @@ def _fill(model: nn.Module) -> None:
 
 def _build_deepspeed(contender: Contender, workload: Workload) -> Trainer:
     """The real one, or (kind "engine") the same program by zeroshard's interface of that name."""
-    if contender.kind == "engine":
-        import zeroshard.deepspeed as deepspeed
-    else:
-        import deepspeed
+    deepspeed: Any = importlib.import_module("zeroshard.deepspeed" if contender.kind == "engine" else "deepspeed")
 
     settings = _deepspeed_settings(contender, workload)
     sharded_at_birth = deepspeed.zero.Init(config_dict_or_path=settings) if workload.meta else contextlib.nullcontext()
@@ -198,7 +199,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
     optimizer = build_optimizer(model.parameters(), workload)
     offload = OFFLOADS[contender.offload]
     path = workload.swap_path if contender.on_disk else None
-    options = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
+    options: dict[str, Any] = {"stage": contender.stage, "precision": contender.precision, "offload_path": path, **offload}
     model, optimizer = zs.shard(model, optimizer, **options)
 
     def at_rest() -> dict[str, Bytes]:
@@ -209,7 +210,7 @@ def _build_zeroshard(contender: Contender, workload: Workload) -> Trainer:
         """Between steps the next step's states are read; `poll` does what forward and backward would."""
         before, deadline = _file_nbytes(), time.monotonic() + _QUIET_LIMIT_S
         while time.monotonic() < deadline:
-            optimizer.core.poll()
+            optimizer.core.poll()  # type: ignore[attr-defined]  # of a sharded one
             time.sleep(_QUIET_S)
             if (now := _file_nbytes()) == before:
                 return

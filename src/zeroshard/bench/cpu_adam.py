@@ -38,12 +38,11 @@ from torch import Tensor, nn
 
 from ..io.aligned import empty_aligned
 from ..optim import cpu_kernels
-from .micro_benchmark import median_ratio, take_turns
+from .micro_benchmark import median_ratio, one_line, take_turns
 from .statistics import BUSY_CORE_SHARE
 from .tables import WARNING, Column, Goal, Sheet, goals_sheet, show
-from .worker import one_line
 
-OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 OURS, COPY, DEEPSPEED, FOREACH, FUSED = "zeroshard", "memory copy", "deepspeed", "torch foreach", "torch fused"
 CHUNK_EXPONENTS = range(14, 21)
 SECTION_NUMEL, SECTION_ROUNDS = 1 << 25, 5  # of `zeroshard bench`; 512 MB a memory copy moves: far beyond any cache
@@ -129,7 +128,7 @@ def _whole(memory: Memory, name: str, bytes_per_parameter: int | None, optimizer
     return [Contender(name, bytes_per_parameter, "the job: cast, step, cast over whole tensors", job)]
 
 
-def _torch(memory: Memory, name: str, **variant: bool) -> list[Contender]:
+def _torch(memory: Memory, name: str, **variant: Any) -> list[Contender]:
     param = nn.Parameter(memory.master)
     param.grad = memory.grad32
     optimizer = torch.optim.AdamW([param], **OPTIONS, **variant)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -111,7 +112,9 @@ def step_flops(workload: Workload) -> float:
 def first_layers(contender: Contender, room: tuple[int, int, int]) -> int:
     """About as many layers as the tiers of a contender hold. room: bytes on device, host, disk."""
     per_layer = 12 * WIDE_SHAPE.dim**2
-    limits = [USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload]) if need]
+    limits = [
+        USABLE * have / (need * per_layer) for have, need in zip(room, STATE_NBYTES[contender.offload], strict=True) if need
+    ]
     return max(1, int(min(limits)))
 
 
@@ -128,7 +131,7 @@ def measure_speed(rounds: Rounds, seed: int, swap_path: str | None, log_dir: Pat
 def measure_largest(seed: int, swap_path: str | None, log_dir: Path, say: Say, time_s: float = SEARCH_S) -> dict[str, Largest]:
     """By contender name. One that cannot run has no number, and says why."""
     device_nbytes = torch.cuda.mem_get_info()[1]
-    how = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
+    how: dict[str, Any] = {"seed": seed, "device": "cuda", "swap_path": swap_path, "meta": True, "checkpoint": True}
     workload = Workload(WIDE_SHAPE, sequences=1, ranks=1, **how)
     found = {}
     for contender in (*TIERS, *PEERS):
@@ -170,7 +173,7 @@ class Trial:
 
 def describe(largest: Largest) -> str:
     """One line."""
-    if largest.fits is None:
+    if largest.fits is None or largest.numel is None:
         return f"none trained: {largest.why or 'no time'}"
     size = f"{largest.numel / 1e9:.2f}G parameters ({largest.fits} layers)"
     if largest.fails is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,7 @@ from torch import nn
 import zeroshard as zs
 
 from ..comm.fake import FakeComm
-from .micro_benchmark import Unmeasured, apart, seconds, take_turns
-from .worker import one_line
+from .micro_benchmark import Unmeasured, apart, one_line, seconds, take_turns
 
 UNITS = 32
 OPTIMIZER_UNITS = 30  # of 10 parameters
@@ -78,7 +78,7 @@ def _measure_here(repeats: int) -> HostWork:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     errors: dict[str, str] = {}
-    return HostWork(*(_medians(builders, repeats, errors) for builders in (_STEPS, _OPTIMIZERS)), errors)
+    return HostWork(_medians(_STEPS, repeats, errors), _medians(_OPTIMIZERS, repeats, errors), errors)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Timed:
 
 def _medians(builders: dict[str, Callable[[], _Timed]], repeats: int, errors: dict[str, str]) -> Millis:
     """Of what can be built here; `errors` gets why the rest cannot."""
-    built = {}
+    built: dict[str, Callable[[], float]] = {}
     for name, builder in builders.items():
         try:
             timed = builder()
@@ -134,7 +134,7 @@ def _forward_backward(model: nn.Module) -> Callable[[], object]:
     return lambda: model(x).sum().backward()
 
 
-def _fsdp2(model: nn.Sequential) -> nn.Module:
+def _fsdp2(model: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -144,11 +144,11 @@ def _fsdp2(model: nn.Sequential) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _adamw(model: nn.Module, **variant: bool) -> torch.optim.AdamW:
+def _adamw(model: nn.Module, **variant: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, **variant)
 
 
-def _zeroshard(model: nn.Module):
+def _zeroshard(model: nn.Module) -> tuple[nn.Module, torch.optim.AdamW]:
     return zs.shard(model, _adamw(model, fused=True), stage=3, comm=FakeComm(rank=0, world_size=2))
 
 
@@ -191,8 +191,12 @@ def _optimize_zeroshard() -> _Timed:
     return _Timed(before, action)
 
 
-_STEPS = {"plain": partial(_step, nn.Module.train), "fsdp2": partial(_step, _fsdp2), "zeroshard": _step_zeroshard}
-_OPTIMIZERS = {
+_STEPS: dict[str, Callable[[], _Timed]] = {
+    "plain": partial(_step, nn.Module.train),
+    "fsdp2": partial(_step, _fsdp2),
+    "zeroshard": _step_zeroshard,
+}
+_OPTIMIZERS: dict[str, Callable[[], _Timed]] = {
     "plain": partial(_optimize, nn.Module.train, fused=True),
     "fsdp2 fused": partial(_optimize, _fsdp2, fused=True),
     "fsdp2 foreach": partial(_optimize, _fsdp2, foreach=True),

@@ -8,6 +8,7 @@ once in all. The *high-water mark* exists for RSS only; the peak of PSS is sampl
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -19,10 +20,8 @@ def peak_rss_nbytes() -> int | None:
 
 def reset_peak_rss() -> None:
     """Start the high-water mark anew from the RSS of now; without effect where the kernel has no such file."""
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass
 
 
 def rss_nbytes() -> int | None:

@@ -7,15 +7,16 @@ round 2   ours   peer   copy          ratios are taken within a round: a slow mo
 
 from __future__ import annotations
 
+import os
 import random
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from ..launch import describe_exit, run_processes
-from .worker import divert_output, one_line
 
 Sample = TypeVar("Sample")
 LIMIT_S = 3600.0
@@ -66,3 +67,17 @@ def _call(rank: int, world_size: int, function: Callable[..., Any], args: tuple[
     except Exception as error:
         traceback.print_exc()
         return None, one_line(error)
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, for a table."""
+    text = str(error).strip() or repr(error)
+    return f"{type(error).__name__}: {text.splitlines()[0]}"
+
+
+def divert_output(log_file: str) -> None:
+    """This process prints to a file from now on."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)

@@ -91,7 +91,7 @@ class Plan:
     steps: int = 1
     only: tuple[str, ...] = ()
     proxied: bool = False
-    workload: Workload = Workload(shape=SHAPE, sequences=1, ranks=RANKS)
+    workload: Workload = Workload(shape=SHAPE, sequences=1, ranks=RANKS)  # noqa: RUF009  # it is frozen
 
     @property
     def ways(self) -> list[Way]:
@@ -188,7 +188,7 @@ def _in_user_namespace(plan: Plan) -> list[Crossing]:
         (Path(folder) / "plan").write_bytes(pickle.dumps(plan))
         program = "import sys; from zeroshard.bench import network; network.serve(sys.argv[1])"
         command = in_user_namespace([sys.executable, "-c", program, folder])
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if not (Path(folder) / "results").exists():
             raise Unmeasured(f"in a user namespace: {' '.join(ended.stderr.split()[-40:])}")
         return pickle.loads((Path(folder) / "results").read_bytes())

@@ -138,7 +138,7 @@ def user_namespace_refused() -> str | None:
 def _run(*command: str) -> None:
     if shutil.which(command[0]) is None:
         raise NodesUnavailable(f"no program `{command[0]}` (iproute2, util-linux)")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise NodesUnavailable(f"`{' '.join(command)}` is refused: {said}")

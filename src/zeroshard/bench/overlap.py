@@ -74,7 +74,8 @@ class Recorder:
     origin: Any = None
 
     def __enter__(self) -> Recorder:
-        runtime, streams, prefetcher = self.runtime, self.runtime.comm.streams, self.runtime.prefetcher
+        runtime: Any = self.runtime  # whose methods are exchanged
+        streams, prefetcher = runtime.comm.streams, runtime.prefetcher
         self._copy, self._open, self._give_out = streams.copy, runtime._open, prefetcher.staged
         streams.copy, runtime._open, prefetcher.staged = self.copy, self.open, self.give_out
         self.origin = self.mark()

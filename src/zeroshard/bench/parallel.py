@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ def peer(kind: str, workload: Workload, mesh: DeviceMesh) -> tuple[nn.Module, St
 def _fsdp2(stage: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dict[str, object]]:
     from torch.distributed.fsdp import fully_shard
 
-    settings: dict[str, object] = {"reshard_after_forward": False}
+    settings: dict[str, Any] = {"reshard_after_forward": False}
     for module in (*blocks(stage), stage):
         fully_shard(module, mesh=mesh, **settings)
     return stage, settings

@@ -132,7 +132,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         if min(self.ranks, self.sequences) < 1:
-            raise ValueError(f"expected --ranks and --sequences of at least 1, got {self.ranks}, {self.sequences}")
+            raise ValueError(f"expected --ranks and --micro-batch of at least 1, got {self.ranks}, {self.sequences}")
 
 
 @dataclass(frozen=True)

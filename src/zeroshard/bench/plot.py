@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from . import statistics
 from .race import Outcome
@@ -39,7 +40,7 @@ def draw(outcomes: list[Outcome], title: str, path: Path) -> bool:
     return True
 
 
-def _draw_times(axis, shown: list[Outcome]) -> None:
+def _draw_times(axis: Any, shown: list[Outcome]) -> None:
     spreads = [statistics.step_spread(o) for o in shown]
     medians = [1e3 * s.median for s in spreads]
     errors = [[1e3 * (s.median - s.q1) for s in spreads], [1e3 * (s.q3 - s.median) for s in spreads]]
@@ -49,7 +50,7 @@ def _draw_times(axis, shown: list[Outcome]) -> None:
     axis.set_xlabel("step time, ms (median and quartiles)")
 
 
-def _draw_memory(axis, shown: list[Outcome]) -> None:
+def _draw_memory(axis: Any, shown: list[Outcome]) -> None:
     """GPU memory where it was measured, else RSS, with PSS as a darker bar inside."""
     rows, colours = range(len(shown)), [COLOURS[o.contender.kind] for o in shown]
     if any(o.cuda_peak for o in shown):

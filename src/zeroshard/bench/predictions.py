@@ -176,7 +176,7 @@ class Resident:
     """This process's resident memory since now."""
 
     def __init__(self) -> None:
-        self.before, self.grown = _own_nbytes(_field("VmRSS")), {}
+        self.before, self.grown = _own_nbytes(_field("VmRSS")), dict[str, int]()
         memory.reset_peak_rss()
 
     def note(self, phase: str) -> None:
@@ -215,7 +215,7 @@ def main() -> int:
             console.print(_details(case.name, plan, seen, runs))
         _summarise(sheet, case.name, plan, seen, runs)
         if before is not None:
-            after = _hardware(NOW) if given.time == NOW else before
+            after = (_hardware(NOW) if given.time == NOW else None) or before
             simulated = [simulate(plan.trace, each) for each in (before, after)]
             cores = before.lane(Resource.DEVICE)
             predicted = fmean(each.step_s for each in simulated), fmean(each.busy[cores] for each in simulated)

@@ -116,12 +116,12 @@ with contextlib.suppress(RuntimeError):  # this module was imported before, and 
 class _Readdressed(dist.Store):
     """A store in which ranks of the other node are where the proxy is."""
 
-    def __init__(self, store: dist.Store, nodes: ProxiedNodes) -> None:
+    def __init__(self, store: Any, nodes: ProxiedNodes) -> None:
         super().__init__()
         self._store, self._nodes = store, nodes
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))  # C++ holds such a store but not its Python half, even at exit
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:  # torch tells of text, and brings bytes
         self._store.set(key, marked(value, self._nodes.node))
 
     def get(self, key: str) -> bytes:
@@ -143,9 +143,11 @@ class _Readdressed(dist.Store):
             return value
         node = value[at + _IPV4.size + 8 + len(_MARK)]
         family, port, address = _IPV4.unpack_from(value, at)
-        if node > self._nodes.node:
+        here = self._nodes.node
+        assert here is not None
+        if node > here:
             address = _HIGHEST
-        elif node < self._nodes.node:
+        elif node < here:
             door = self._nodes.door(socket.inet_ntoa(address), int.from_bytes(port, "big"))
             port, address = door.to_bytes(2, "big"), _LOWEST
         return value[:at] + _IPV4.pack(family, port, address) + value[at + _IPV4.size :]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Outcome:
             setattr(self, name, max((v for v in values if v is not None), default=None))
 
     def record_losses(self, ranks: list[Any]) -> None:
-        self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks))]
+        self.losses += [sum(losses) / len(ranks) for losses in zip(*(r.losses for r in ranks), strict=False)]
 
 
 def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_dir: Path, say: Say) -> list[Outcome]:
@@ -92,12 +93,12 @@ def race(contenders: list[Contender], workload: Workload, rounds: Rounds, log_di
             say(f"  {outcome.contender.name:14s} {f'ready after {outcome.setup_s:.1f} s' if outcome.ran else outcome.status}")
         for index in range(rounds.rounds):
             for outcome in turned([o for o in outcomes if o.contender.name in teams], index):
-                teams.attempt(outcome, lambda team: _take_turn(outcome, team, rounds, index))
+                teams.attempt(outcome, partial(_take_turn, outcome, rounds=rounds, index=index))
             say(f"  round {index + 1} of {rounds.rounds} done")
         for outcome in outcomes:
-            teams.attempt(outcome, lambda team: _measure_memory(outcome, team, rounds))
+            teams.attempt(outcome, partial(_measure_memory, outcome, rounds=rounds))
             if workload.device == "cuda" and outcome.contender.offload:  # copies that can be seen
-                teams.attempt(outcome, lambda team: _measure_overlap(outcome, team, rounds))
+                teams.attempt(outcome, partial(_measure_overlap, outcome, rounds=rounds))
     return outcomes
 
 
@@ -106,7 +107,7 @@ def missing_reason(contender: Contender, workload: Workload) -> str | None:
     if contender.on_disk and workload.swap_path is None:
         return "no folder on a local disk; name one with --path"
     if contender.kind == "ds" and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed (pip install 'zeroshard[bench]')"
+        return "deepspeed is not installed (pip install -e '.[bench]')"
     return None
 
 
@@ -150,9 +151,9 @@ def step_times(turns: list[Turn], steps: int) -> list[float]:
     Taking the slowest rank of each step alone would count a skew twice, once on each rank. On CUDA a turn has
     one end, and each of its steps gets the mean.
     """
-    ends = [max(column) for column in zip(*(t.ends for t in turns))]
+    ends = [max(column) for column in zip(*(t.ends for t in turns), strict=False)]
     starts = [min(t.start for t in turns), *ends[:-1]]
-    times = [end - start for start, end in zip(starts, ends)]
+    times = [end - start for start, end in zip(starts, ends, strict=False)]
     return times if len(times) == steps else [times[0] / steps] * steps
 
 
@@ -161,8 +162,9 @@ def _measure_memory(outcome: Outcome, team: Team, rounds: Rounds) -> None:
 
     def sample() -> None:
         values = [memory.pss_nbytes(pid) for pid in team.pids]
-        if None not in values:
-            samples.append(values)
+        known = [value for value in values if value is not None]
+        if len(known) == len(values):
+            samples.append(known)
 
     ranks = team.ask("memory", rounds.first_step(rounds.rounds), rounds.memory_steps, meanwhile=sample)
     names = ("peak_rss", "life_peak_rss", "baseline_rss", "cuda_peak")

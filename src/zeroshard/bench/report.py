@@ -19,6 +19,7 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -125,7 +126,8 @@ class Results:
         found += [goal for rows in self.hostadam.values() for goal in cpu_adam.goals(rows)]
         found += codecs.goals(self.codecs)
         found += disk.goals(self.disk) if self.disk else []
-        return found + [goal for one in (*self.checkpoints, *self.network) for goal in one.goals]
+        found += [goal for kepts in self.checkpoints for goal in kepts.goals]
+        return found + [goal for crossing in self.network for goal in crossing.goals]
 
     def sheets(self) -> Iterator[Sheet]:
         """All tables, in the order in which the work was done."""
@@ -204,7 +206,7 @@ def _race_columns(outcomes: list[Outcome], on_gpu: bool, tiers: bool) -> list[Co
         columns += [Column(peer, _to_peer(outcomes, base), ".2f") for peer, base in PEERS.items()]
     columns.append(Column("cpu s", lambda o: median(o.cpu_s), ".2f"))
     peaks = {"GPU": "cuda_peak"} if on_gpu else {"RSS": "peak_rss", "PSS": "peak_pss"}
-    columns += [Column(heading, lambda o, peak=peak: getattr(o, peak), ".0f", 1 / MIB) for heading, peak in peaks.items()]
+    columns += [Column(heading, attrgetter(peak), ".0f", 1 / MIB) for heading, peak in peaks.items()]
     columns.append(Column("states", lambda o: sum(o.at_rest["measured"].values()) if o.at_rest else None, ".1f", 1 / MIB))
     return [*columns, Column("loss", lambda o: o.losses[-1], ".5f")]
 
@@ -232,9 +234,9 @@ def _loss_notes(outcomes: list[Outcome]) -> list[Note]:
         steps, worst = min(len(o.losses) for o in outcomes if o.ran), max(d for _, d in differences)
         return [(f"losses: all contenders agree over {steps} steps (to {worst:.0e})", GOOD)]
     return [
-        (f"losses of {o.contender.label} differ from {statistics.loss_reference(o, outcomes).contender.label}'s by {d:.1e}", BAD)
+        (f"losses of {o.contender.label} differ from {reference.contender.label}'s by {d:.1e}", BAD)
         for o, d in differences
-        if d > statistics.LOSS_TOLERANCE[o.contender.precision]
+        if d > statistics.LOSS_TOLERANCE[o.contender.precision] and (reference := statistics.loss_reference(o, outcomes))
     ]
 
 
@@ -269,14 +271,14 @@ def gpu_sheets(workload: Workload, outcomes: list[Outcome], largest: dict[str, g
     yield Sheet.of("GPU: arithmetic and overlap", columns, ran, [(OVERLAP_LEGEND, PLAIN)])
     if largest:
         shape, labels = gpu.WIDE_SHAPE, {c.name: c.label for c in gpu.CONTENDERS}
-        columns = (
+        found_columns = (
             Column("", lambda found: labels[found[0]]),
             Column("G parameters", lambda found: found[1].numel, ".2f", 1e-9),
             Column("layers", lambda found: found[1].fits, "d"),
             Column("found", lambda found: gpu.describe(found[1])),
         )
         title = f"GPU: largest model trained (dim {shape.dim}, {shape.seq_len} tokens, checkpointed blocks, 2 steps)"
-        yield Sheet.of(title, columns, largest.items())
+        yield Sheet.of(title, found_columns, largest.items())
 
 
 # ---------------------------------------------------------------------------------------------------------- files

@@ -61,15 +61,15 @@ def time_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
 def memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Ratio of the peaks of resident memory while stepping, largest rank each."""
     found = by_name(outcomes)
-    peaks = [found[name].peak_rss for name in (ours, theirs) if name in found]
-    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
+    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_rss)]
+    return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
 def host_memory_ratio(outcomes: list[Outcome], ours: str, theirs: str) -> float | None:
     """Ratio of the peaks of resident memory of all ranks together, a shared page counted once, while stepping."""
     found = by_name(outcomes)
-    peaks = [found[name].peak_pss_sum for name in (ours, theirs) if name in found]
-    return peaks[0] / peaks[1] if len(peaks) == 2 and all(peaks) else None
+    peaks = [peak for name in (ours, theirs) if name in found and (peak := found[name].peak_pss_sum)]
+    return peaks[0] / peaks[1] if len(peaks) == 2 else None
 
 
 def loss_reference(outcome: Outcome, outcomes: list[Outcome]) -> Outcome | None:
@@ -84,7 +84,7 @@ def loss_difference(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
     reference = loss_reference(outcome, outcomes)
     if reference is None or reference is outcome or not _comparable(outcome):
         return None
-    pairs = zip(outcome.losses, reference.losses)
+    pairs = zip(outcome.losses, reference.losses, strict=False)
     return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)  # NaN agrees with nothing
 
 
@@ -110,7 +110,7 @@ def bounds_s(outcome: Outcome) -> list[float]:
     """Of each round: bytes moved between host and disk in a step, over the bandwidth that the disk had in that round."""
     return [
         speed.seconds(moved.get("disk -> host", 0.0), moved.get("host -> disk", 0.0))
-        for moved, speed in zip(outcome.moved, outcome.disk)
+        for moved, speed in zip(outcome.moved, outcome.disk, strict=False)
     ]
 
 
@@ -124,11 +124,11 @@ def disk_ratio(outcomes: list[Outcome], ours: str = "zs3-disk", in_memory: str =
     found = by_name(outcomes)
     if not {ours, in_memory} <= found.keys():
         return None
-    rounds = zip(bounds_s(found[ours]), map(median, found[in_memory].rounds_step_s))
+    rounds = zip(bounds_s(found[ours]), map(median, found[in_memory].rounds_step_s), strict=False)
     return _ratio(found[ours], (max(DISK_BOUND_FACTOR * bound, DISK_MEMORY_FACTOR * memory) for bound, memory in rounds))
 
 
 def _ratio(outcome: Outcome, allowed_s: Iterable[float]) -> float | None:
     """Median over rounds of (median step / what is given for that round); None without rounds."""
-    ratios = [median(steps) / allowed for steps, allowed in zip(outcome.rounds_step_s, allowed_s)]
+    ratios = [median(steps) / allowed for steps, allowed in zip(outcome.rounds_step_s, allowed_s, strict=False)]
     return median(ratios) if ratios else None

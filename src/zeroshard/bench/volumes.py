@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a step, by option: the closed formulas beside what imagined ranks count, and the memory it costs.
 
-    python -m zeroshard.bench.volumes            8 nodes of 8 ranks, and 128 of 8: the tables of docs/communication.md
+    python -m zeroshard.bench.volumes            8 nodes of 8 ranks, and 128 of 8: the tables of docs/learn/network.md
 
 The runtime itself runs a step of stage 3 in bf16 on fake tensors, whose sizes are true. The model has matrices alone, without
 padding. In units of M, the bytes of its parameters in 16 bits; R nodes of S ranks.

@@ -24,7 +24,6 @@ import traceback
 from dataclasses import dataclass, field
 from functools import cached_property
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from . import contenders, memory, parallel
 from .checkpoint_contenders import Keeper, copy_seconds
 from .disk_bandwidth import Burst, DiskProbe, write_bulk
+from .micro_benchmark import divert_output, one_line
 from .overlap import Overlap
 from .plan import Contender, Workload
 from .workload import batch, build_model
@@ -164,7 +164,7 @@ class _Rank:
         losses = tuple(float(self.trainer.step(*b)) for b in self._batches(first_step, steps))
         cuda_peak = torch.cuda.max_memory_allocated() if self._on_cuda else None
         peak = memory.peak_rss_nbytes()
-        life_peak = max(life_peak, peak) if peak else None
+        life_peak = max(life_peak, peak) if life_peak is not None and peak is not None else None
         return Memory(peak, life_peak, self.baseline_rss, cuda_peak, self.trainer.at_rest(), losses)
 
     def overlap(self, first_step: int, steps: int) -> Overlap | None:
@@ -236,20 +236,6 @@ class _Rank:
     def _batches(self, first_step: int, steps: int) -> list:
         place = self.post.rank if self.trainer.place is None else self.trainer.place
         return [batch(self.workload, first_step + i, place) for i in range(steps)]
-
-
-def one_line(error: BaseException) -> str:
-    """What went wrong, for a table."""
-    text = str(error).strip() or repr(error)
-    return f"{type(error).__name__}: {text.splitlines()[0]}"
-
-
-def divert_output(log_file: str) -> None:
-    """This process prints to a file from now on."""
-    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
 
 
 def _set_environment(post: Post) -> None:

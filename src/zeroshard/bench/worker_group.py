@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from ..utils import torch_compat
 from . import worker
@@ -34,12 +34,13 @@ class Team:
     """One process per rank; they sleep on a pipe while other teams have their turn."""
 
     def __init__(self, contender: Contender, workload: Workload, log_dir: Path) -> None:
-        self.contender, self.ready = contender, ()
+        self.contender = contender
+        self.ready: list[Any] = []
         self._meeting_dir = tempfile.TemporaryDirectory(prefix="zeroshard-bench-")
         self._pipes, self._processes = [], []
         meeting_file = os.path.join(self._meeting_dir.name, "store")
         with one_thread_per_rank():
-            context = _forked() if workload.mesh else multiprocessing.get_context("spawn")
+            context: Any = _forked() if workload.mesh else multiprocessing.get_context("spawn")
             for rank in range(workload.ranks):
                 here, there = context.Pipe()
                 log_file = str(log_dir / f"{contender.name}.{rank}.log")
@@ -68,7 +69,7 @@ class Team:
 
     def close(self) -> None:
         """End the processes; safe to call twice."""
-        for pipe, process in zip(self._pipes, self._processes):
+        for pipe, process in zip(self._pipes, self._processes, strict=False):
             if process.is_alive():
                 with suppress(OSError):
                     pipe.send(("quit",))
@@ -86,7 +87,7 @@ class Team:
         deadline = time.monotonic() + timeout_s
         answers: dict[int, object] = {}
         while len(answers) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
             slice_s = 0.01 if meanwhile else min(1.0, timeout_s)
             for pipe in multiprocessing.connection.wait(list(waiting), slice_s):
                 answers[waiting[pipe]] = self._receive(pipe, waiting[pipe])
@@ -97,7 +98,7 @@ class Team:
                 self._fail(f"no answer from rank {silent} within {timeout_s:.0f} s")
         return [answers[rank] for rank in range(len(self._pipes))]
 
-    def _receive(self, pipe, rank: int) -> object:
+    def _receive(self, pipe: Any, rank: int) -> object:
         try:
             answer = pipe.recv()
         except (EOFError, ConnectionError):

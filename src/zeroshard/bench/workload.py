@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ def build_optimizer(parameters: Iterable[Tensor], workload: Workload) -> torch.o
     return torch.optim.AdamW(parameters, **optimizer_options(workload))
 
 
-def optimizer_options(workload: Workload) -> dict[str, object]:
+def optimizer_options(workload: Workload) -> dict[str, Any]:
     """Keyword arguments of AdamW, for wrappers that build the optimizer themselves."""
     return {"lr": workload.lr, "weight_decay": 0.1, "fused": True}
 

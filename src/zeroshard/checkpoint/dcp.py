@@ -54,7 +54,8 @@ class _Described:
             strides.append(stride)
             stride *= max(size, 1)
         storage = _StorageOf(self.dtype, torch.Size(self.shape).numel(), self.key)
-        described = storage, 0, self.shape, tuple(reversed(strides)), False, OrderedDict()
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        described = storage, 0, self.shape, tuple(reversed(strides)), False, hooks
         if self.dtype in _STORAGES:
             return torch_compat.rebuilder(), described
         # what torch.save writes of dtypes without a class of storages
@@ -128,11 +129,10 @@ class _StatePickler(_Pickler):
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, (torch.TypedStorage, torch.UntypedStorage)):
             return super().persistent_id(value)
-        typed = isinstance(value, torch.TypedStorage)
-        storage = value._untyped_storage if typed else value
+        storage = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
         key = f"object{torch_compat.storage_id(storage)}"
         self.storages[key] = storage
-        if typed:
+        if isinstance(value, torch.TypedStorage):
             return ("storage", getattr(torch, value._pickle_storage_type()), key, "cpu", value._size())
         return ("storage", torch.UntypedStorage, key, "cpu", storage.nbytes())
 

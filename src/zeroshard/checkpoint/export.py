@@ -41,7 +41,15 @@ _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
 @dataclass(frozen=True)
 class Exported:
-    """What `zs.export` wrote. nbytes: of all files; ties: another name -> the name that was written."""
+    """What `zs.export` wrote.
+
+    Attributes:
+        files: names of the files in the folder `path`, or of the one file.
+        nbytes: bytes of all files.
+        numel: elements of all tensors.
+        ties: another name of a tensor -> the name under which it was written.
+        trained_only: whether the checkpoint had only the trained parameters.
+    """
 
     path: Path
     files: tuple[str, ...]
@@ -67,23 +75,27 @@ def export(
 ) -> Exported:
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
-    Needs one process, no process group, device or network, and some MiB of memory whatever the model's size. Names that a
-    model ties are written once (safetensors; the others are in the metadata) or share their storage (torch). What modules
-    keep in state dicts that is no tensor (`get_extra_state`) is in files of torch.save alone. What is left out is said on stderr.
+    It needs one process without process group, device or network, and some MiB of memory whatever the model's size. In
+    safetensors tied tensors are written once, with their other names in the metadata; in torch's format they share storage. What
+    modules keep in state dicts that is no tensor (`get_extra_state`) is written in torch's format only. A line on stderr names
+    what is left out.
 
     Args:
-        path: a checkpoint, or a folder of them: then `name`, or the newest complete one; or any other that `zs.load` takes.
-        out: the folder (safetensors) or file (torch) to make; it must not exist, or be an empty folder.
-        dtype: of floating-point tensors (fp8, fp4 keep theirs); None: as stored, which for parameters with fp32 masters is fp32.
-        max_shard_nbytes: safetensors files hold no more than this, but one tensor at least.
-        config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
+        path: a checkpoint, or a folder of them (then `name`, or the newest complete one), or any other that `zs.load` takes.
+        out: the folder (safetensors) or file (torch) to make. It must not exist, or be an empty folder.
+        dtype: dtype of floating-point tensors, except fp8 and fp4; None: as stored, which is fp32 for parameters with fp32
+            masters.
+        max_shard_nbytes: a safetensors file holds no more than this, but at least one tensor.
+        config: a Hugging Face configuration (or its `to_dict()`, its file, or the folder with it) for OUT/config.json. None: what
             the checkpoint keeps under extra["hf_config"], if anything.
-        prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
-        names: export these alone, as they are named in the checkpoint, and files of torch.save in this order.
+        prefix: export only the part of the model whose names begin so, without the prefix: "policy." of a model that was wrapped.
+        names: export only these, as they are named in the checkpoint. Files of torch.save have this order.
         verify: first read everything and compare checksums.
 
     Raises:
-        CheckpointNotFound, CheckpointCorrupt, CheckpointError: nothing there, damaged, or `out` exists. Nothing was written.
+        CheckpointNotFound: there is no checkpoint. Nothing was written.
+        CheckpointCorrupt: a file is damaged. Nothing was written.
+        CheckpointError: `out` exists. Nothing was written.
         CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
         ConfigError: an argument is wrong, or a tensor has no place in that format.
     """

@@ -23,10 +23,17 @@ _LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
 
 @dataclass(frozen=True)
 class Inspection:
-    """One checkpoint. nbytes: of kinds (parameters with buffers, optimizer states, other) and of files by name.
+    """What `zs.inspect_checkpoint` found in one checkpoint.
 
-    kind: "zeroshard", or the format of another library, of which less is known. damage: what is wrong, or "".
-    checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
+    Attributes:
+        kind: "zeroshard", or the format of another library, of which less is known.
+        numel: elements of all parameters and buffers.
+        kinds: bytes by kind: parameters with buffers, optimizer states, other.
+        files: bytes by name of file.
+        checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
+        damage: what is wrong, or "".
+        facts: world size, stage, precision, optimizer, time and versions.
+        ties: another name of a tensor -> the name under which it is stored.
     """
 
     path: str
@@ -39,7 +46,7 @@ class Inspection:
     files: dict[str, int]
     checksums: str
     damage: str
-    facts: dict[str, Any]  # world size, stage, precision, optimizer, time, versions
+    facts: dict[str, Any]
     ties: dict[str, str]
     extras: tuple[str, ...] = ()
     trained_only: bool = False
@@ -56,13 +63,15 @@ class Inspection:
 
 
 def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
-    """Every complete checkpoint of a folder, the oldest first; `name` alone; or the one that `path` is.
+    """Look at every complete checkpoint of a folder, the oldest first; or at `name` alone, or at the checkpoint that `path` is.
 
-    verify: read all files and compare checksums; damage, and what cannot be read, is told, not raised. What a run that goes on
-    removes meanwhile is left out. Needs one process, no group and no device.
+    It needs one process, no process group and no device. Checkpoints that a running job removes meanwhile are left out.
+
+    Args:
+        verify: read all files and compare checksums. Damage, and what cannot be read, is reported, not raised.
 
     Raises:
-        CheckpointNotFound: nothing complete there.
+        CheckpointNotFound: there is no complete checkpoint.
         CheckpointError: the folder, or a file of another library, cannot be read.
     """
     return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)

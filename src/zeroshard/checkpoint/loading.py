@@ -31,6 +31,7 @@ from ..optim import state_loading
 from ..optim.sharded_optimizer import OptimizerCore
 from ..optim.state_loading import SavedState
 from ..utils.host import ranks_here
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from ..zero.unit import ParamGroup
 from . import directory as places
@@ -43,7 +44,7 @@ from .manifest import Manifest
 from .read_buffers import Room
 from .reading import Reading
 from .resolver import LOOKS, agreed, check_digests, check_tensors, hinted, open_any, removed
-from .saving import check_idle, core_of, saver_of
+from .saving import core_of, saver_of
 from .source import Opened, name_left_out
 from .stages import Stages
 from .user_state import check_named, check_target, slices_of, takes_state
@@ -55,7 +56,9 @@ _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 @dataclass
 class Loaded:
-    """What `zs.load` found. extra: what was saved under `extra`, by name, but what needs `trusted=True`. rng: 'restored', 'reseeded' or 'left'."""
+    """What `zs.load` found: the checkpoint's path, step and facts; `extra`, the saved values by name, without those that need
+    `trusted=True`; and `rng`, which says whether random generators were "restored", "reseeded" or "left".
+    """
 
     path: Path
     step: int
@@ -76,41 +79,38 @@ def load(
     trusted: bool = False,
     strict: bool = True,
 ) -> Loaded:
-    """Load a checkpoint into a sharded model and optimizer, in place (collective). Gradients that were accumulated are dropped.
+    """Load a checkpoint into a sharded model and optimizer, in place (collective). Accumulated gradients are dropped.
 
-    World size, mesh, stage, tiers, precision, units and tiles may differ from those that saved it. On a mesh with model axes each rank
-    reads its part of whole parameters; all of its ranks call this, those of a pipeline each with its stage. Also taken are safetensors, files
-    of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: parameters, and optimizer states and
-    options where they hold them; what wrappers put before names is stripped (docs/checkpoints.md).
+    World size, mesh, stage, tiers, precision, units and tiles may differ from those of the run that saved. On a mesh with model
+    axes all ranks call this, each stage of a pipeline with its own model, and each rank reads its part. It also reads
+    safetensors, files of torch.save, and checkpoints of torch.distributed.checkpoint (FSDP2) and DeepSpeed: see
+    docs/how-to/export.md.
 
     Args:
-        path: a checkpoint, or a folder of checkpoints: then `name`, or the one saved last. Where that is not complete
-            any more an older one is taken, and rank 0 says so on stderr, with the steps that are lost.
-        optimizer: the model's; None: optimizer states stay as they are.
-        extra: by name, what `zs.save` took: `load_state_dict` is called of objects that have it; in place of a plain value (or
-            None) `Loaded.extra` has the saved one. An object with a `check_state_dict(state)` (zs.ShardedSampler) is asked
-            first, and what it raises, nothing having changed, all raise.
-        verify: compare all checksums before anything is changed. True: while everything is read for the first time. What is
-            not to be changed yet stays in the buffers of saves in the background, or (where host memory has room, and makes
-            it faster than the disk reads) in others, until all ranks have done; the rest is read, and verified, once more.
-            "before": by reading everything once before (ranks share the work); so does True where states rest on another
-            tier. False: compare sizes alone.
-        rng: restore random generators: exactly at the same number of ranks, in the same mesh; else every rank is seeded anew from what
-            rank 0 had (ranks along tp and ep alike), and `Loaded.rng` says so.
-        trusted: unpickle any object in `extra`; needed for those of your own classes, which can run code. Without it one that is
-            asked for is refused, and others are left unread, which a line on stderr says.
-        strict: False: parameters and buffers that it lacks stay as they are, and what the model has not is passed over. Shapes,
-            members of groups, and the base model of what was saved without it, must be the same.
+        path: a checkpoint, or a folder of them: then the one of `name`, or the one saved last. If that is not complete any more,
+            an older one is taken, and rank 0 says so on stderr, with the steps that are lost.
+        optimizer: the model's optimizer; None leaves optimizer states as they are.
+        extra: by name, what `zs.save` was given. `load_state_dict` is called for objects that have it; the saved plain values are
+            in `Loaded.extra`. An object with `check_state_dict(state)` is asked first, before anything changes.
+        verify: True compares all checksums while everything is read for the first time, before anything changes; what finds no
+            room in memory until then is read and compared again. "before" reads everything once before, and so does True where
+            states rest on another tier. False compares sizes alone.
+        rng: restore random generators: exactly at the same number of ranks in the same mesh. Otherwise every rank is seeded anew
+            from rank 0's (ranks along tp and ep alike), and `Loaded.rng` says so.
+        trusted: unpickle any object in `extra`. Objects of your own classes need it, and can run code. Without it such an object
+            is refused if you asked for it, and left unread, with a line on stderr, if you did not.
+        strict: False leaves parameters and buffers that the checkpoint lacks as they are, and passes over what the model does not
+            have. Shapes, members of groups and the base model must be the same in any case.
 
     Raises:
-        CheckpointNotFound: no complete checkpoint there; CheckpointIncomplete: but one without its manifest.
+        CheckpointNotFound: there is no complete checkpoint.
+        CheckpointIncomplete: there is one without its manifest.
         CheckpointCorrupt: a file is damaged: which, where, expected and actual. Nothing was changed.
-        CheckpointMismatch: of another architecture or optimizer; all differences. Nothing was changed.
+        CheckpointMismatch: it is of another architecture or optimizer; all differences. Nothing was changed.
         BaseModelMismatch: it holds trained parameters alone, of another base model. Nothing was changed.
         ModelChanged: parameters were replaced, added or removed since zs.shard(). Nothing was changed.
-        ConfigError: ranks call it differently.
-        ConfigError, CheckpointError: an object of `extra` refuses its state, on any rank: which, and why. If only its
-            `load_state_dict` finds out, all else has been loaded.
+        ConfigError: ranks call it differently, or an object of `extra` refuses its state.
+        CheckpointError: an object of `extra` refused its state in `load_state_dict`, when all else had been loaded.
     """
     if torch.is_inference_mode_enabled():  # states made there could not be changed by any step
         with torch.inference_mode(False), torch.no_grad():
@@ -252,7 +252,7 @@ class _Loading:
         """Make the checkpoint's names those of the model: wrappers' prefixes; of foreign ones ties as well."""
         if self._by_stages or not self.opened.ours:
             for spec in (spec for group in self.runtime.groups for spec in group.specs):
-                self.aliases |= {name: spec.whole_name for name in safetensors.names_of(self.prefixes, spec)}
+                self.aliases |= dict.fromkeys(safetensors.names_of(self.prefixes, spec), spec.whole_name)
                 self.aliases.pop(spec.whole_name, None)
         self.opened.fit(self.stages.names)
         if self.opened.ours:
@@ -531,8 +531,8 @@ class _Loading:
             home = group.homes[index]
             state_loading.copy_to_rest(stored[key], home.start, home.stop, rest, home.begin)
         self._take_own()
-        mine = (reading.error, None if refused is None else str(refused))
-        everyone = exchange_values(self.comm, mine, "zs.load: read")
+        outcome = (reading.error, None if refused is None else str(refused))
+        everyone = exchange_values(self.comm, outcome, "zs.load: read")
         for rank, (error, _) in enumerate(everyone):
             if error is not None:
                 raise CheckpointError(f"rank {rank}, reading {self.opened.path}: {error}") from error

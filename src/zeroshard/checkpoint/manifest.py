@@ -227,7 +227,8 @@ class Listed:
         self.digests: list[str] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.text = "{}"
-        self.last_metadata, self._metadata_of = b"", ()
+        self.last_metadata = b""
+        self._metadata_of: tuple = ()
 
     def take(self, digests: list[str], told: list[bytes]) -> None:
         """Of new layouts. Raises CheckpointError where ranks do not cover every tensor exactly once."""

@@ -339,6 +339,7 @@ class _Filling:
                 return False
             at = self.end - self.base
             count = min((self.room - at) // size, segment.box.numel - done)
+            assert self.buffer is not None
             target = self.buffer[at : at + count * size].view(place.dtype)
             self.pending.append(source.read(begin + done, target))
             done += count

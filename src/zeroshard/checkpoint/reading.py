@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Reading:
         self.kept = kept
         self.error: Exception | None = None
 
-    def guard(self, stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    def guard(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """The same tensors, whose errors are kept here."""
         return {name: _Guarded(tensor.dtype, tensor.shape, tensor, self) for name, tensor in stored.items()}
 

@@ -102,7 +102,7 @@ class Buffer:
 
 def others_of(model: nn.Module) -> tuple[list[Buffer], dict[str, Tensor]]:
     """What may be stored besides parameters: every buffer once, and what hooks compute for the state dict, by name there."""
-    params, found = {id(param) for param in model.parameters()}, {}
+    params, found = {id(param) for param in model.parameters()}, dict[int, tuple[Tensor, list[str]]]()
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), (buffer, []))[1].append(name)
     kept: dict[int, list[str]] = {}
@@ -249,18 +249,19 @@ def _put(group: ParamGroup, index: int, value: Tensor) -> None:
 def save_safetensors(model: nn.Module, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:
     """Write a sharded model's state dict to one safetensors file, without gathering anything (collective).
 
-    Every rank writes its own slices, from wherever they rest, some MiB at a time; rank 0 also buffers, and what ranks send
-    it that do not see the file. The names, shapes and bits are those of `zs.full_state_dict(model)`; tied tensors are written
-    once, under their first name, with the other names in the metadata as `safetensors.torch.save_model` leaves them (its
-    `load_model` ties them again). On a mesh with model axes parameters are whole, and what all stages of a pipeline have is in the file. Until all of it is on the disk it has another name: a file of this name is complete.
+    Each rank writes its own slices, from wherever they rest, some MiB at a time. Rank 0 also writes buffers, and what comes from
+    ranks that do not see the file. Names, shapes and bits are those of `zs.full_state_dict(model)`. Tied tensors are written
+    once, under their first name, with the other names in the metadata, as `safetensors.torch.save_model` does. On a mesh with
+    model axes parameters are whole, and the file has all stages of a pipeline. The file has another name until it is complete.
 
     Args:
-        path: the file; rank 0's counts. One that exists is replaced.
-        dtype: of floating-point tensors in the file (fp8, fp4 keep theirs); None: as they rest. torch.float32 takes fp32 masters where there are any.
+        path: the file; rank 0's argument counts. A file that exists is replaced.
+        dtype: dtype of floating-point tensors in the file, except fp8 and fp4; None: as they rest. torch.float32 takes fp32
+            masters where there are any.
 
     Raises:
-        ConfigError: the state dict holds what safetensors has no place for, or dtype is none of floating-point numbers.
-        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), the folder
+        ConfigError: the state dict holds what safetensors has no place for, or dtype is not one of floating-point numbers.
+        OffloadIOError: on every rank, if one could not write: the disk is full (found before anything is written), or the folder
             is missing or not writable. Nothing is kept.
     """
     runtime = runtime_of(model)
@@ -298,12 +299,12 @@ class _Listing:
         """Raises ConfigError."""
         keys = {id(p): (number, i) for number, group in enumerate(runtime.groups) for i, p in enumerate(group.params)}
         listing, first_names = cls(metadata={"format": "pt"}), dict[int, str]()
-        for name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
-            key, part, shape = keys.get(id(value)), None, None
+        for own_name, value in runtime.model.state_dict(keep_vars=True).items():  # by object: wrappers rename
+            name, key, part, shape = own_name, keys.get(id(value)), None, None
             if key is not None:
                 spec = runtime.groups[key[0]].specs[key[1]]
                 part, shape = spec.part, spec.whole_shape
-                name = name if part is None or spec.distribution is not None else whole_name(name)
+                name = own_name if part is None or spec.distribution is not None else whole_name(own_name)
             if first_names.setdefault(id(value), name) != name:
                 listing.metadata[name] = first_names[id(value)]
                 continue
@@ -375,11 +376,13 @@ def _agree_on_listing(runtime: Runtime, dtype: torch.dtype | None) -> tuple[_Lis
     told = exchange_values(
         runtime.world, (problem, (mine.tensors, mine.metadata) if tells else None), "zs.save_safetensors: names"
     )
-    for error in (error for error, _ in told if error is not None):
-        raise error
+    for failed, _ in told:
+        if failed is not None:
+            raise failed
     if len(stages) == 1:
         return mine, mine
-    tensors, metadata = {}, {}
+    tensors: dict[str, Any] = {}
+    metadata: dict[str, str] = {}
     for number, ranks in enumerate(stages):
         _, (names, ties) = told[ranks[0]]
         if number == runtime.topology.stage:

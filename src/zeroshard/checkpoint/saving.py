@@ -22,8 +22,9 @@ from torch import nn
 
 from ..comm.base import Comm
 from ..comm.codec import exchange_values
-from ..errors import CheckpointError, ConfigError, ModelMismatch, ZeroshardError
+from ..errors import CheckpointError, ConfigError, ModelMismatch
 from ..optim.sharded_optimizer import OptimizerCore
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 from . import directory as places
 from .heartbeat import raise_first, telling, together
@@ -58,37 +59,37 @@ def save(
 ) -> Save:
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
-    Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`; when all are on the
-    disk the folder becomes `path/NAME`. Killed at any point, what was complete before still is. Any number of ranks, any
-    stage, tier, precision and partition can load it (`zs.load`), and so can torch.distributed.checkpoint. On a mesh with model axes all
-    its ranks save together, those of a pipeline each with its stage: one checkpoint of whole parameters under their names, which any
-    other mesh, or none, can load.
+    Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
+    disk the folder becomes `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. `zs.load` reads the
+    checkpoint at any number of ranks, stage, tier, precision and partition, and torch.distributed.checkpoint reads it too. On a
+    mesh with model axes all ranks save together, into one checkpoint of whole parameters.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
-        optimizer: the model's; None: only the model is saved.
-        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or plain values that torch.save takes.
-            Where ranks give different ones each rank's is kept.
-        step: for the name and the record; None: the optimizer steps taken.
-        name: of the checkpoint; None: step-00000100.
-        asynchronous: go on while the state is copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
-            a state waits until it is copied, so forward and backward hide the copy; what rests on disk, and parameters
-            that are ordinary tensors (stages 0-2 in fp32), are copied before it returns. `Save.wait()` or the next save
-            tells how it went.
-        if_busy: an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError, nothing done).
-        keep_last: remove older checkpoints but so many (this one counts); those with a name of their own only by a save with one.
-            keep_every: but keep those of steps that are a multiple of it.
-        trained_only: leave out parameters that are not trained, and record what they were; None: if there are any.
-        overwrite: replace a checkpoint of this name; what is no checkpoint is never replaced.
-        latest: whether `latest` is to name this one: what a load without a name takes.
-        files: by name, what rank 0 writes beside the rest for other programs; no load looks at them.
+        optimizer: the model's optimizer; None saves only the model.
+        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or plain values that torch.save
+            takes. Where ranks give different ones, each rank's is kept.
+        step: the step for the name and the record; None means the optimizer steps taken.
+        name: the checkpoint's name; None means one like step-00000100.
+        asynchronous: go on while the state is copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes a
+            state waits until it is copied. What rests on disk, and parameters that are ordinary tensors (stages 0-2 in fp32), are
+            copied before the call returns. `Save.wait()` or the next save tells how it went.
+        if_busy: what to do if an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError).
+        keep_last: remove older checkpoints except so many, this one included. Those saved with a name are only removed by a save
+            with one.
+        keep_every: do not remove those of steps that are a multiple of it.
+        trained_only: leave out parameters that are not trained, and record a fingerprint of them. None: do so if there are any.
+        overwrite: replace a checkpoint of this name. A folder that is no checkpoint is never replaced.
+        latest: whether a load without a name is to take this checkpoint.
+        files: by name, bytes that rank 0 writes beside the rest for other programs. No load reads them.
 
     Raises:
-        CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
-        CheckpointError: a checkpoint of this name exists; `path` is a checkpoint itself; the last asynchronous save failed, or
-            (if_busy) is under way.
-        ModelChanged, ModelMismatch: parameters were replaced, added or removed; ranks wrote different values into one.
-        ConfigError: ranks call it differently; a value has no place in a checkpoint; `path` is not one folder for all ranks.
+        CheckpointWriteError: on every rank, if one could not write (disk full, read-only, ...). Nothing has changed.
+        CheckpointError: a checkpoint of this name exists, `path` is a checkpoint itself, or an asynchronous save has failed or is
+            busy.
+        ModelChanged: parameters were replaced, added or removed.
+        ModelMismatch: ranks wrote different values into one parameter.
+        ConfigError: ranks call it differently, a value has no place in a checkpoint, or `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
     runtime = runtime_of(model)
@@ -146,18 +147,7 @@ def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str
         return None
     if optimizer is not runtime.optimizer:
         raise ConfigError(f"{verb}: optimizer: expected the one that zs.shard() returned with this model.")
-    return optimizer.core  # type: ignore[attr-defined]
-
-
-def check_idle(runtime: Runtime, verb: str) -> None:
-    """Raise where states are in the middle of something, or ranks are past the loop."""
-    runtime.attendance.refuse(verb)
-    runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.in_use), None)
-    if busy is not None:
-        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
-    runtime.moved.check()
-    runtime.tiers.check()
+    return optimizer.core
 
 
 def _plan(

@@ -66,17 +66,18 @@ def stream_full_tensors(
     dtype: torch.dtype | None = None,
     names: Iterable[str] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The model's state dict in parts: dictionaries of whole tensors, on every rank (collective: all ranks iterate alike).
+    """Yield the model's state dict in parts: dictionaries of whole tensors, on every rank (collective: all ranks iterate alike).
 
     Args:
-        max_nbytes: of the tensors of one dictionary. A tensor larger than that comes alone. Beside it staging buffers of at most
-            an eighth, and the padding between neighbours.
-        masters: fp32 values where they are held. dtype: of floating-point parameters (fp8, fp4 keep theirs); None: as they are.
-        names: of `zs.full_state_dict(model)`, those that are wanted; None: all.
+        max_nbytes: bytes of the tensors of one dictionary. A larger tensor comes alone. Staging buffers of at most an eighth of
+            it, and the padding between neighbours, are needed beside it.
+        masters: give fp32 master weights where there are any.
+        dtype: dtype of floating-point parameters, except fp8 and fp4; None: as they are.
+        names: those of `zs.full_state_dict(model)` that are wanted; None: all.
 
-    Tensors of one dictionary may share memory, and belong to the caller: drop them before the next, or two are held. Tied ones
-    are one tensor under each of their names; parts of tiled ones are joined, and so are those that tensor parallelism has cut (which counts
-    twice for `max_nbytes`). At a stage of a pipeline: its own. Unit by unit, parameters before buffers.
+    Tensors of one dictionary may share memory and belong to the caller: drop them before the next dictionary, or two are held.
+    Tied names share one tensor. Tiles are joined, and so are parts cut by tensor parallelism (which count twice for
+    `max_nbytes`). A stage of a pipeline yields its own. The order is unit by unit, parameters before buffers.
 
     Raises:
         ConfigError: an option is wrong, or a name is not the model's.
@@ -94,7 +95,7 @@ def stream_full_tensors(
 
 def full_tensors(model: nn.Module, source: Source) -> dict[str, Tensor]:
     """The state dict with parameters from other resting places of slices (collective)."""
-    runtime, found = runtime_of(model), {}
+    runtime, found = runtime_of(model), dict[str, Tensor]()
     for batch in _Stream(runtime, source, True, 1 << 30).run(_items(runtime, source, None)):
         found |= batch
     return found
@@ -110,12 +111,12 @@ def _check(runtime: Runtime, masters: bool) -> None:
 def _items(runtime: Runtime, source: Source, dtype: torch.dtype | None) -> list[_Item]:
     """Everything there is, in the order of units."""
     state = runtime.model.state_dict(keep_vars=True)  # names by object, since wrappers rename them
-    tiled, known = parts_in(runtime.model, state), {}
+    tiled, known = parts_in(runtime.model, state), dict[int, list[str]]()
     for name, value in state.items():
         known.setdefault(id(value), []).append(name)
     whole: dict[str, _Item] = {}
     items: list[_Item] = []
-    for group, index in ((group, index) for group in runtime.groups for index in range(len(group.specs))):
+    for group, index in ((each, index) for each in runtime.groups for index in range(len(each.specs))):
         names = [whole_name(name) if name in tiled else name for name in known.pop(id(group.params[index]), [])]
         spec = group.specs[index]
         part = spec.part if spec.distribution is None else None
@@ -222,7 +223,7 @@ class _Stream:
             return rest.load(start, stop).to(dtype, copy=True)
         out = torch.empty(stop - start, dtype=dtype, device=comm.device)
         bounds = [layout.shard_range(rank) for rank in range(comm.world_size)]
-        pieces = [(max(start, begin), max(min(stop, end), max(start, begin))) for begin, end in bounds]
+        pieces = [(max(start, begin), max(min(stop, end), start, begin)) for begin, end in bounds]
         size, content, first = dtype.itemsize, out.view(torch.uint8), pieces[comm.rank][0] - bounds[comm.rank][0]
 
         def mine(begin: int, end: int) -> Tensor:

@@ -79,9 +79,12 @@ class Save:
 
     Threads: the rank's own calls the methods; that of a save in the background sets the events and `_error`, and is joined by `wait`.
 
-    path: where the checkpoint is when it is complete. nbytes: of this rank's file. snapshot_nbytes: host memory that holds
-    the copy while it is written (kept for the next asynchronous save). stall_seconds: how long training has been held up so
-    far: by the call, and by waiting for the copy before a state was changed. seconds: until it was complete.
+    Attributes:
+        path: where the checkpoint is when it is complete.
+        nbytes: bytes of this rank's file.
+        snapshot_nbytes: host memory that holds the copy while it is written; it is kept for the next asynchronous save.
+        stall_seconds: for how long training has been held up so far, by the call and by waiting for the copy before a state changed.
+        seconds: from the call until the checkpoint was complete.
     """
 
     def __init__(self, path: Path, nbytes: int, snapshot_nbytes: int) -> None:
@@ -124,7 +127,7 @@ class Saver:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.ring = Ring(lambda nbytes: runtime.tiers.host_buffer(nbytes), runtime.ledger)
+        self.ring = Ring(runtime.tiers.host_buffer, runtime.ledger)
         self.engine = Engine()
         self.last: Save | None = None
         self.listed = listing.Listed()
@@ -151,7 +154,7 @@ class Saver:
             if last is not None and not last.told:
                 last.wait()
         except ZeroshardError as error:
-            if self.runtime.world.rank == 0:
+            if last is not None and self.runtime.world.rank == 0:
                 print(f"zeroshard: {last.path} was not saved: {error}", file=sys.stderr)
         finally:
             self.engine.close()

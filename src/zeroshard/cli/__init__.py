@@ -1,58 +1,75 @@
 """The `zeroshard` command. Each subcommand is imported only when it is called."""
 
 import os
+import platform
 import select
-import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module, metadata
 
-from .arguments import UsageError, closest
+from ..version import __version__
+from .arguments import EXTRAS, UsageError, closest, how_to_install, verbose
+from .exit_codes import ExitCode
 
 COMMANDS = {  # name -> (module with main(argv) -> int, what it does)
     "train": ("zeroshard.cli.train", "train a byte-level GPT on a folder of text"),
-    "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "plan": ("zeroshard.cli.plan", "tell what a run will hold and send, and whether it fits, before it runs"),
     "simulate": ("zeroshard.cli.simulate", "tell how long a step of a run will take, and what bounds it"),
-    "inspect": ("zeroshard.cli.inspect", "show what is in a checkpoint, and verify its checksums"),
+    "check": ("zeroshard.cli.check", "tell what becomes of each key of a DeepSpeed configuration"),
+    "inspect": ("zeroshard.cli.inspect", "show what is in a run or a checkpoint, and verify its checksums"),
+    "export": ("zeroshard.cli.export", "write a checkpoint's model as safetensors or as a file of torch.save"),
     "doctor": ("zeroshard.cli.doctor", "show what this machine and environment offer, and what would go wrong"),
     "papers": ("zeroshard.cli.papers", "compute the published tables and figures, beside what was printed"),
     "bench": ("zeroshard.bench", "measure zeroshard beside its peers"),
+    "completion": ("zeroshard.cli.completion", "print what bash or zsh needs to complete these commands"),
 }
-CLI_LIBRARIES = frozenset({"rich", "matplotlib", "psutil"})
+_FLAGS = ("-q", "--quiet", "-v", "--verbose")  # of every command: they may stand before its name, too
 
 
 def usage() -> str:
     """The text of `zeroshard --help`."""
     lines = ["usage: zeroshard COMMAND [options]", "", "ZeRO stages 0 to 3 in pure Python on PyTorch.", "", "commands:"]
-    lines += [f"  {name:10}{what}" for name, (_, what) in COMMANDS.items()]
-    return "\n".join([*lines, "", "zeroshard COMMAND --help lists the options of a command."])
+    lines += [f"  {name:12}{what}" for name, (_, what) in COMMANDS.items()]
+    lines += ["", "options of every command:", "  -q, --quiet    print the result alone", "  -v, --verbose  print more"]
+    codes = "exit code: 0 done; 1 the answer is no; 2 a mistake in the call; 3 an error"
+    return "\n".join([*lines, "", "zeroshard COMMAND --help lists the options of a command. zeroshard --version", codes])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code (2 for a mistake in the call)."""
+    """Run a subcommand; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    flags = [argv.pop(0) for _ in range(len(argv)) if argv[0] in _FLAGS]
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
-        return 0 if argv else 2
+        return ExitCode.DONE if argv else ExitCode.USAGE
     if argv[0] == "--version":
-        print(f"zeroshard {metadata.version('zeroshard')}")
-        return 0
+        print(f"zeroshard {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})")
+        return ExitCode.DONE
     try:
-        code = _command(argv[0])(argv[1:])
+        code = _command(argv[0])([*flags, *argv[1:]])
         sys.stdout.flush()  # here, where it can be told that nobody reads
-        return code
+        return int(code)
     except UsageError as error:
         return report_error(str(error))
     except ModuleNotFoundError as error:
-        if error.name not in CLI_LIBRARIES:
-            raise
-        extra = "bench" if argv[0] == "bench" else "cli"
-        return report_error(f"{argv[0]}: expected the library {error.name!r}; install it with: pip install 'zeroshard[{extra}]'")
+        if error.name not in EXTRAS:
+            return _broke_off()
+        return report_error(
+            f"{argv[0]} needs {error.name}, which is not installed; install it with: {how_to_install(error.name)}"
+        )
+    except KeyboardInterrupt:
+        print("zeroshard: interrupted", file=sys.stderr, flush=True)
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        if not _unread():
-            raise
-        return 128 + signal.SIGPIPE
+        return ExitCode.UNREAD if _unread() else _broke_off()
+    except Exception:
+        return _broke_off()
+
+
+def _broke_off() -> int:
+    traceback.print_exc()
+    return ExitCode.FAILED
 
 
 def _unread() -> bool:
@@ -66,9 +83,11 @@ def _unread() -> bool:
 
 
 def report_error(message: str) -> int:
-    """Print a mistake in the call on one line of stderr; returns its exit code."""
+    """Print a mistake in the call on one line of stderr, with --verbose below its traceback; returns its exit code."""
+    if verbose() and sys.exc_info()[0] is not None:
+        traceback.print_exc()
     print(f"zeroshard: error: {message}", file=sys.stderr, flush=True)
-    return 2
+    return ExitCode.USAGE
 
 
 def _command(name: str) -> Callable[[list[str]], int]:

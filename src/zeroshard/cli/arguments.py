@@ -1,9 +1,32 @@
-"""Command-line parsing whose errors are one line, name the option and suggest the remedy."""
+"""Command-line parsing whose errors are one line, name the option and suggest the remedy.
+
+Every command parses by `Parser`, which adds the two options that all of them have: `--quiet` leaves the result alone,
+`--verbose` prints more. `sheets.show` and the commands ask `quiet()` and `verbose()` what the caller chose.
+"""
 
 import argparse
 import difflib
-from collections.abc import Iterable, Sequence
-from typing import NoReturn
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any, NoReturn
+
+EXTRAS = {  # library -> the extra of pyproject.toml that installs it
+    "rich": "cli", "rich_argparse": "cli", "matplotlib": "cli", "transformers": "cli", "shtab": "cli", "deepspeed": "bench",
+    "psutil": "bench",
+}  # fmt: skip
+_chosen = {"quiet": False, "verbose": False}
+_asked: list[bool] = []  # not empty while `parser_of` asks a command for its parser
+
+
+def quiet() -> bool:
+    """Whether the command prints its result alone."""
+    return _chosen["quiet"]
+
+
+def verbose() -> bool:
+    """Whether the command prints more than usual."""
+    return _chosen["verbose"]
 
 
 class UsageError(Exception):
@@ -16,30 +39,106 @@ def closest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, except where there is none or the help already tells it; short names for values."""
+def how_to_install(library: str) -> str:
+    """The command that installs an optional library, in a clone of this repository."""
+    return f"pip install -e '.[{EXTRAS[library]}]'"
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.default in (None, argparse.SUPPRESS) or "default:" in (action.help or "")
-        return action.help if told else super()._get_help_string(action)
 
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return {int: "N", float: "X"}.get(action.type, "TEXT")
+def _formatter() -> type[argparse.HelpFormatter]:
+    """argparse's own, or that of rich-argparse where it is installed and a terminal shows colours."""
+    if not sys.stdout.isatty():
+        return argparse.ArgumentDefaultsHelpFormatter
+    try:
+        from rich_argparse import ArgumentDefaultsRichHelpFormatter
+    except ModuleNotFoundError:
+        return argparse.ArgumentDefaultsHelpFormatter
+    return type("_Coloured", (ArgumentDefaultsRichHelpFormatter,), {"group_name_formatter": str})
+
+
+def _help_formatter(prog: str) -> argparse.HelpFormatter:
+    """A formatter that shows defaults, except where there is none or the help already tells it, and short names for values."""
+
+    class _Help(_formatter()):  # type: ignore[misc]
+        def _get_help_string(self, action: argparse.Action) -> str | None:
+            told = any(action.default is each for each in (None, False, (), argparse.SUPPRESS)) or "default:" in (
+                action.help or ""
+            )
+            return action.help if told else super()._get_help_string(action)
+
+        def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+            return "N" if action.type is int else "X" if action.type is float else "TEXT"
+
+    return _Help(prog, max_help_position=30)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that raises `UsageError` instead of leaving the process, and knows what was meant."""
+    """argparse that raises `UsageError` instead of leaving the process, and knows what was meant.
 
-    def __init__(self, **settings) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Help, **settings)
+    renamed: old spellings of options, each with the option to write instead; they are refused by that name.
+    """
+
+    renamed: dict[str, str]
+
+    def __init__(self, renamed: Mapping[str, str] | None = None, **settings: Any) -> None:
+        settings.setdefault("usage", "%(prog)s [options]")
+        super().__init__(allow_abbrev=False, formatter_class=_help_formatter, **settings)
+        self.renamed = dict(renamed or {})
+        self.add_argument("-q", "--quiet", action="store_true", help="print the result alone: no tables, no progress")
+        self.add_argument("-v", "--verbose", action="store_true", help="print more; tracebacks of mistakes in the call")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse all of `argv`; the first argument that is not an option of this command is an error."""
+        if _asked:
+            raise _Answer(self)
+        for word in argv:
+            if word.split("=")[0] in self.renamed:
+                old = word.split("=")[0]
+                raise UsageError(f"{old} is now {self.renamed[old]}; see {self.prog} --help")
         known, unknown = self.parse_known_args(argv)
         if unknown:
             word = unknown[0].split("=")[0]
             raise UsageError(f"unknown option {word}{closest(word, self._option_string_actions)}; see {self.prog} --help")
+        _chosen.update(quiet=known.quiet, verbose=known.verbose)
+        del known.quiet, known.verbose
+        if quiet() and verbose():
+            raise UsageError(f"--quiet: expected none beside --verbose; see {self.prog} --help")
         return known
+
+
+class _Answer(Exception):
+    """Carries the parser of a command out of it."""
+
+
+def parser_of(main: Callable[[list[str]], int]) -> Parser:
+    """The parser of a command. `main` is called, and left where it would parse, before it does anything."""
+    _asked.append(True)
+    try:
+        main([])
+    except _Answer as answer:
+        return answer.args[0]
+    finally:
+        _asked.clear()
+    raise AssertionError(f"{main.__module__}.main parses by no Parser")
+
+
+_LONG = 20  # characters of choices, which then stand in the help and not in the place of the value
+
+
+def add_options(parser: Parser, kind: type) -> None:
+    """One option for each field of a dataclass that has metadata: help, group (its heading in --help) and argparse's settings."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in fields(kind):
+        if not option.metadata:
+            continue
+        settings = dict(option.metadata)
+        choices = settings.get("choices", ())
+        if len(",".join(map(str, choices))) > _LONG and "metavar" not in settings:
+            settings |= {"metavar": "NAME", "help": f"{settings['help']}: {', '.join(map(str, choices))}"}
+        group, names = settings.pop("group", None), (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
+        if group is not None and group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        default = None if option.default is MISSING else option.default
+        (parser if group is None else groups[group]).add_argument(*names, default=default, **settings)

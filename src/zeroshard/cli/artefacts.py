@@ -10,15 +10,17 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import matplotlib
+from typing import TYPE_CHECKING, Any
 
 from .arguments import UsageError
+from .sheets import drawn
 
-matplotlib.use("Agg")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 BITS_PER_NAT = 1 / math.log(2)
 CHECKPOINTS, METRICS, MODEL, REPORT = "checkpoints", "metrics.jsonl", "model.safetensors", "report.json"
+CONFIG, PLOT = "config.json", "plot.png"
 
 
 class RunFolder:
@@ -31,7 +33,7 @@ class RunFolder:
         """records: rows that are there already, of a run that is resumed. Others there are dropped."""
         self.path, self.records = path, records
         self.write_text(METRICS, "".join(json.dumps(row) + "\n" for row in records))
-        self._metrics = open(self.path / METRICS, "a", buffering=1)
+        self._metrics = open(self.path / METRICS, "a", buffering=1)  # noqa: SIM115  # open for the whole run
 
     @classmethod
     def create(cls, out: str | None) -> "RunFolder":
@@ -120,15 +122,17 @@ class RunFolder:
             raise
 
     def write_plot(self, baselines: Mapping[str, float]) -> None:
-        """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte."""
-        figure = plot(self.records, baselines)
-        figure.savefig(self.path / "plot.png", dpi=120)
+        """Draw loss (bits per byte) and resident memory over time; `baselines` are compressors in bits per byte.
+
+        Where matplotlib is not installed, a line says how to install it.
+        """
+        drawn(self.path / PLOT, lambda: plot(self.records, baselines).savefig(self.path / PLOT, dpi=120))
 
     def close(self) -> None:
         self._metrics.close()
 
 
-def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "matplotlib.figure.Figure":
+def plot(records: list[dict[str, Any]], baselines: Mapping[str, float]) -> "Figure":
     """The figure of a run, from the rows of metrics.jsonl."""
     from matplotlib.figure import Figure
 

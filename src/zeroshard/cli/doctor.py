@@ -8,17 +8,17 @@ of it fail, a NOTE says what else there is to know. Each names the remedy.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..io.filesystems import MEMORY_FILESYSTEMS
 from ..io.swap_folder import NETWORK_FILESYSTEMS
 from ..version import TESTED_TORCH
-from .arguments import Parser
+from .arguments import Parser, how_to_install, quiet
 from .environment import EXTRAS, PEERS, Disk, Environment, look
+from .exit_codes import ExitCode
 from .ranks import VARIABLES
-from .sheets import Sheet, gigabytes, show
+from .sheets import Sheet, gigabytes, print_json, show
 
 PROBLEM, WARNING, NOTE = "problem", "warning", "note"
 OLDEST_TORCH = (2, 11)  # pyproject.toml
@@ -38,21 +38,32 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
     """Look, judge and print; returns the exit code: 1 if something prevents training."""
-    parser = Parser(prog="zeroshard doctor", description="Show what this machine and environment offer, and what would go wrong.")
-    parser.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
-    options = parser.parse(argv)
+    options = parser().parse(argv)
     here = look()
     found = sorted(findings(here), key=lambda finding: (PROBLEM, WARNING, NOTE).index(finding.level))
     can_train = all(finding.level != PROBLEM for finding in found)
     if options.json:
         facts = {"environment": dataclasses.asdict(here), "findings": [dataclasses.asdict(each) for each in found]}
-        print(json.dumps({**facts, "can_train": can_train}, indent=2))
+        print_json({**facts, "can_train": can_train})
     else:
         show(Sheet(list(facts_of(here)), title=f"zeroshard {here.zeroshard}"))
         if found:
             show(Sheet([(each.level, each.what, each.remedy) for each in found], ("", "what would go wrong", "what to do")))
+        for each in found:
+            if quiet() and each.level != NOTE:
+                print(f"{each.level}: {each.what}; {each.remedy}")
         print("This environment can train." if can_train else "Something prevents training: see the problems above.")
-    return 0 if can_train else 1
+    return ExitCode.DONE if can_train else ExitCode.NO
+
+
+def parser() -> Parser:
+    """The command line of `zeroshard doctor`."""
+    made = Parser(
+        prog="zeroshard doctor",
+        description="Show what this machine and environment offer, and what would go wrong; exit code 1 if nothing can train here.",
+    )
+    made.add_argument("--json", action="store_true", help="print JSON: an object with environment, findings and can_train")
+    return made
 
 
 def facts_of(here: Environment) -> Iterator[tuple[str, str]]:
@@ -135,7 +146,7 @@ def _of_torch(here: Environment) -> Iterator[Finding]:
         yield Finding(
             PROBLEM,
             f"a training step of two ranks in this process fails: {problem}",
-            "pip install --force-reinstall zeroshard torch",
+            "pip install --force-reinstall torch, then pip install -e . in a clone of zeroshard",
         )
     missing = [name for name in VARIABLES if name not in here.variables]
     if {"RANK", "WORLD_SIZE"} & here.variables.keys() and missing:
@@ -209,7 +220,9 @@ def _of_disk(disk: Disk) -> Iterator[Finding]:
 
 def _of_packages(here: Environment) -> Iterator[Finding]:
     if missing := [name for name in EXTRAS if not here.packages.get(name)]:
-        yield Finding(NOTE, f"`zeroshard train` and `bench` need {', '.join(missing)}", "pip install 'zeroshard[cli]'")
+        yield Finding(
+            NOTE, f"not installed: {', '.join(f'{name} ({EXTRAS[name]})' for name in missing)}", how_to_install(missing[0])
+        )
     routed = [name for name in ("accelerate", "transformers", "lightning", "pytorch-lightning") if here.packages.get(name)]
     if here.deepspeed.resolves_to == "nothing" and routed:
         what = f"{', '.join(routed)}: a DeepSpeed configuration fails, since `import deepspeed` finds nothing"

@@ -37,7 +37,9 @@ except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
 
 PEERS = ("transformers", "accelerate", "lightning", "pytorch-lightning", "peft", "trl", "deepspeed")
-EXTRAS = ("rich", "matplotlib", "psutil")  # what `zeroshard train` needs
+EXTRAS = {  # optional libraries of the commands -> what is missing without them
+    "rich": "tables in frames", "matplotlib": "pictures",
+}  # fmt: skip
 BACKENDS = ("gloo", "nccl", "mpi")
 _SHARED_MEMORY = "/dev/shm"
 
@@ -155,13 +157,13 @@ def _step(rank: int) -> None:
 
 def _gloo() -> None:
     """A group of one, with no store of torchrun's and not the default one: it opens the network device, as ranks will."""
-    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     group.allreduce([torch.ones(1)]).wait()
 
 
 def _gpu(index: int) -> Gpu:
     known = torch.cuda.get_device_properties(index)
-    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())
+    problem = _problem(lambda: (torch.ones(1, device=f"cuda:{index}") + 1).item())  # noqa: PLW0108  # all of it may fail
     return Gpu(known.name, known.total_memory, f"{known.major}.{known.minor}", problem)
 
 

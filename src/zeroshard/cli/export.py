@@ -1,6 +1,6 @@
 """`zeroshard export`: a checkpoint as safetensors for `from_pretrained`, or as a file of torch.save.
 
-zeroshard export runs/7/checkpoints model --dtype bf16 --config config.json
+zeroshard export runs/7/checkpoints model --dtype bf16 --hf-config config.json
 """
 
 import math
@@ -12,14 +12,15 @@ import zeroshard as zs
 
 from . import report_error
 from .arguments import Parser, UsageError
-from .sheets import megabytes
+from .exit_codes import ExitCode
+from .sheets import megabytes, say
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def main(argv: Sequence[str]) -> int:
     """Export; returns the exit code."""
-    options = _parser().parse(argv)
+    options = parser().parse(argv)
     if not 0 < options.max_shard_gb < math.inf:
         raise UsageError(f"--max-shard-gb: expected a positive number, got {options.max_shard_gb}")
     try:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
             dtype=DTYPES[options.dtype] if options.dtype else None,
             format=options.format,
             max_shard_nbytes=max(int(options.max_shard_gb * 1e9), 1),
-            config=options.config,
+            config=options.hf_config,
             prefix=options.prefix,
             verify=not options.no_verify,
         )
@@ -38,19 +39,23 @@ def main(argv: Sequence[str]) -> int:
         return report_error(str(error))
     print(f"{done.path}: {done.tensors} tensors, {done.numel:,} parameters, {megabytes(done.nbytes)}")
     for file in done.files:
-        print(f"  {file}")
-    return 0
+        say(f"  {file}")
+    return ExitCode.DONE
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="zeroshard export", description="Write a checkpoint's model as files that other libraries read.")
-    parser.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
-    parser.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
-    parser.add_argument("--name", help="of the checkpoint in a folder of them (default: the newest complete one)")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the files (default: as stored, fp32 where there were masters)")
-    parser.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
-    parser.add_argument("--config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
-    parser.add_argument("--prefix", default="", help="export what is named so, without it (default: everything)")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
-    return parser
+def parser() -> Parser:
+    """The command line of `zeroshard export`."""
+    made = Parser(
+        prog="zeroshard export", usage="%(prog)s [options] DIR OUT", renamed={"--config": "--hf-config"},
+        description="Write a checkpoint's model as files that other libraries read.",
+    )  # fmt: skip
+    made.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
+    made.add_argument("out", help="folder (safetensors) or file (torch) to make", metavar="OUT")
+    made.add_argument("--name", help="of the checkpoint in a folder of them (default: the newest complete one)")
+    made.add_argument("--dtype", choices=tuple(DTYPES), help="of the files (default: as stored, fp32 where there were masters)")
+    made.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="what to write")
+    made.add_argument("--max-shard-gb", type=float, default=5.0, help="size of a safetensors file, in GB (1e9 bytes)")
+    made.add_argument("--hf-config", help="a Hugging Face config.json to put beside the files", metavar="FILE")
+    made.add_argument("--prefix", default="", help="export what is named so, without it (default: everything)")
+    made.add_argument("--no-verify", action="store_true", help="do not compare checksums first")
+    return made

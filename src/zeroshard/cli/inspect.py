@@ -1,5 +1,6 @@
-"""`zeroshard inspect`: what a checkpoint, or every checkpoint of a folder, holds, and whether its checksums hold.
+"""`zeroshard inspect`: what a run, a checkpoint, or every checkpoint of a folder holds, and whether its checksums hold.
 
+zeroshard inspect runs/7
 zeroshard inspect runs/7/checkpoints
 zeroshard inspect runs/7/checkpoints --name step-00000100 --json
 """
@@ -8,32 +9,100 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import zeroshard as zs
 
 from . import report_error
-from .arguments import Parser
-from .sheets import Sheet, megabytes, show
+from .arguments import Parser, verbose
+from .artefacts import CHECKPOINTS, CONFIG, METRICS, MODEL, REPORT, RunFolder
+from .exit_codes import ExitCode
+from .sheets import Sheet, megabytes, print_json, show
 
-DAMAGED = 1
+MOST = 90  # checkpoints that --json lists: the newest
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print; returns the exit code, `DAMAGED` if a checksum does not hold."""
-    options = _parser().parse(argv)
+    """Print; returns the exit code, `ExitCode.NO` if a checksum does not hold."""
+    options = parser().parse(argv)
+    where, run, found = Path(options.folder), None, []
+    if options.name is None and (where / METRICS).is_file():
+        run = run_facts(where)
+        where = where / CHECKPOINTS
     try:
-        found = zs.inspect_checkpoint(options.checkpoint, name=options.name, verify=not options.no_verify)
+        if run is None or where.is_dir():
+            found = zs.inspect_checkpoint(where, name=options.name, verify=not options.no_verify)
+    except zs.CheckpointNotFound as error:
+        if run is None:
+            return report_error(str(error))
     except zs.ZeroshardError as error:
         return report_error(str(error))
     if options.json:
-        print(json.dumps([one.to_dict() for one in found], indent=2))
+        several = [_summary(one) for one in found[-MOST:]]
+        listed = several if len(found) > 1 else [one.to_dict() for one in found]
+        print_json(listed if run is None else {"run": run, "checkpoints": several})
     else:
-        for sheet in [_overview(found)] if len(found) > 1 else [_details(found[0]), _files(found[0])]:
-            show(sheet)
-    for one in found:
-        if one.damage:
-            print(f"zeroshard: error: {one.damage}", file=sys.stderr)
-    return DAMAGED if any(one.damage for one in found) else 0
+        _show(run, found)
+    damaged = [one for one in found if one.damage]
+    for one in damaged:
+        print(f"zeroshard: error: {one.damage}", file=sys.stderr)
+    return ExitCode.NO if damaged else ExitCode.DONE
+
+
+def run_facts(folder: Path) -> dict[str, Any]:
+    """What the files of a run say about it; of one that was not finished less."""
+    records = RunFolder.recorded(folder, sys.maxsize)
+    steps, looks = [row for row in records if "loss" in row], [row for row in records if "held_out_bits_per_byte" in row]
+    config, report = _read(folder / CONFIG), _read(folder / REPORT)
+    training = config.get("training", {})
+    facts = {
+        "folder": str(folder), "finished": bool(report), "steps": steps[-1]["step"] if steps else 0,
+        "steps asked for": training.get("steps"), "seconds of training": round(steps[-1]["seconds"], 1) if steps else 0,
+        "ranks": report.get("world_size") or (len(steps[-1]["memory_nbytes"]) if steps else None),
+        "stage": report.get("stage"), "mesh": training.get("mesh"), "precision": training.get("precision"),
+        "model": _shape(config.get("model")), "model states of a rank, bytes": sum(report.get("at_rest", {}).values()) or None,
+        "held-out bits per byte before and after": [round(looks[0]["held_out_bits_per_byte"], 3),
+            round(looks[-1]["held_out_bits_per_byte"], 3)] if looks else None,
+    }  # fmt: skip
+    if (folder / MODEL).is_file():
+        facts[MODEL] = megabytes((folder / MODEL).stat().st_size)
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _shape(model: dict[str, Any] | None) -> str | None:
+    return f"GPT: {model['layers']} layers, dim {model['dim']}, {model['heads']} heads" if model else None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # of a run that was not finished
+        return {}
+
+
+def _show(run: dict[str, Any] | None, found: list[zs.Inspection]) -> None:
+    if run is not None:
+        rows = [(name, " -> ".join(map(str, value)) if isinstance(value, list) else str(value)) for name, value in run.items()]
+        show(Sheet(rows, title=f"the run {run['folder']}"))
+        if not found:
+            print("no checkpoint: train with --save-every to have some")
+    if len(found) > 1 or (run is not None and found):
+        show(_overview(found))
+    if (len(found) == 1 and run is None) or verbose():
+        for one in found:
+            show(_details(one))
+            show(_files(one))
+    if found:
+        print(
+            f"{len(found)} checkpoint{'s' * (len(found) > 1)}, the newest of step {found[-1].step}: checksums {found[-1].checksums}"
+        )
+
+
+def _summary(one: zs.Inspection) -> dict[str, Any]:
+    """One of several checkpoints, for a line of JSON."""
+    facts = {key: one.facts.get(key) for key in ("world_size", "stage", "precision", "time")}
+    return {"path": one.path, "step": one.step, **facts, "numel": one.numel, "nbytes": one.nbytes, "checksums": one.checksums,
+            "damage": one.damage}  # fmt: skip
 
 
 def _overview(found: list[zs.Inspection]) -> Sheet:
@@ -67,10 +136,16 @@ def _files(one: zs.Inspection) -> Sheet:
     return Sheet([(name, megabytes(nbytes)) for name, nbytes in one.files.items()], ("file", "size"))
 
 
-def _parser() -> Parser:
-    parser = Parser(prog="zeroshard inspect", description="Show what is in a checkpoint, and verify its checksums.")
-    parser.add_argument("checkpoint", help="a checkpoint, or a folder of checkpoints", metavar="DIR")
-    parser.add_argument("--name", help="of one checkpoint in a folder of them (default: all)")
-    parser.add_argument("--json", action="store_true", help="print JSON: a list of objects")
-    parser.add_argument("--no-verify", action="store_true", help="do not compare checksums")
-    return parser
+def parser() -> Parser:
+    """The command line of `zeroshard inspect`."""
+    made = Parser(
+        prog="zeroshard inspect", usage="%(prog)s [options] DIR",
+        description="Show what is in a run or a checkpoint, and verify its checksums; exit code 1 if one does not hold.",
+    )  # fmt: skip
+    made.add_argument("folder", help="a run of `zeroshard train`, a checkpoint, or a folder of checkpoints", metavar="DIR")
+    made.add_argument("--name", help="of one checkpoint in a folder of them (default: all)")
+    made.add_argument(
+        "--json", action="store_true", help="print JSON: a list of checkpoints; of a run an object with run and checkpoints"
+    )
+    made.add_argument("--no-verify", action="store_true", help="do not compare checksums")
+    return made

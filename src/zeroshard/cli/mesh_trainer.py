@@ -39,10 +39,10 @@ def parallelize(options: TrainOptions, ranks: Ranks) -> Any:
     with torch.device("meta" if options.scale == "full" else ranks.device):  # no rank could hold a published model
         model = GPT(options.model_config())
     make = functools.partial(torch.optim.AdamW, lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
-    chosen = {} if options.schedule is None else {"schedule": options.schedule}
     return zs.parallelize(
         model, mesh, optimizer=make, config=options.sharding(), micro_batches=options.accumulate,
-        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None, **chosen,  # as it was planned
+        sequence_parallel=options.sequence_parallel, loss_parallel=options.config is not None,  # as it was planned
+        schedule=options.schedule,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ class MeshTrainer(Trainer):
 
     def _scored_nats(self, windows: Tensor, scored: Tensor) -> float:  # (count, seq + 1), (count, seq)
         """Rows are given in the shape of a training step's, which is what the stages of a pipeline expect."""
-        rows, total = self.options.batch // self.data_places, 0.0
+        rows, total = self.options.global_batch // self.data_places, 0.0
         missing = -len(windows) % rows
         windows, scored = F.pad(windows, (0, 0, 0, missing)), F.pad(scored, (0, 0, 0, missing))
         self.model.eval()

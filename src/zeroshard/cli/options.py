@@ -1,15 +1,18 @@
 """The options of `zeroshard train`: their defaults, help and validation in one frozen dataclass.
 
-`--batch` counts sequences of one optimizer step over all ranks and micro-batches, so the same command reads the same
-text on any number of ranks:   batch = ranks x accumulate x sequences of one forward pass.
+`--global-batch` counts sequences of one optimizer step over all ranks and micro-batches, so the same command reads the same
+text on any number of ranks:   global batch = ranks x accumulate x sequences of one forward pass.
 On a mesh of ranks (`--mesh`), those along its axis dp read different text, and take the place of the ranks there.
 """
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+import torch
 
 import zeroshard as zs
 
@@ -17,7 +20,7 @@ from ..compression import CODECS, GRADIENT_CODECS
 from ..config import PRESETS, Tier, cuts_model, planned_otherwise, read_layout
 from ..models import CASE_STUDIES, CaseStudy, GPTConfig
 from ..models.presets import SCALES
-from .arguments import Parser, UsageError
+from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 
 SIZES = {  # name -> layers, dim, heads
@@ -39,101 +42,112 @@ OFFLOAD_PATH = "runs"  # on the disk of the working directory
 
 
 def _option(default: Any, text: str, **settings: Any) -> Any:
+    """A field of options. settings: those of argparse; group: the heading in --help below which the option stands."""
     return field(default=default, metadata={"help": text, **settings})
+
+
+def usual_precision(gpu: bool) -> str:
+    """The precision of every command where none is given."""
+    return "bf16" if gpu else "fp32"
+
+
+_TIER: dict[str, Any] = {"choices": OFFLOADS, "metavar": "TIER"}
+# headings of --help
+_COMMON, _MODEL, _TRAINING, _OUTPUT = "common options", "model and text", "training", "checkpoints and the sample"
+_MESH, _MEMORY, _OFFLOAD, _NETWORK = "tensor and pipeline parallelism", "memory of a device", "offload", "communication"
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """A validated call of `zeroshard train`. Each field is the option of that name; what `preset` stands for is in the others."""
 
-    preset: str | None = _option(
-        None, "stage and offload by the field's name for them, or model and stage of a published run; options beside it count",
-        choices=(*PRESETS, *CASE_STUDIES),
+    stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int, group=_COMMON)
+    ranks: int | None = _option(None, "local ranks (default: the GPUs, without any 2)", type=int, group=_COMMON)
+    device: str = _option("auto", "auto: GPUs, one per rank, if there are", choices=DEVICES, group=_COMMON)
+    precision: str = _option(
+        "fp32", "fp32, bf16 or fp16; master weights are fp32 (default: bf16 on GPUs, fp32 on CPUs)", choices=PRECISIONS,
+        metavar="DTYPE", group=_COMMON,
     )  # fmt: skip
-    scale: str | None = _option(None, "of a published run: its own, or a small one of its kind (default: tiny)", choices=SCALES)
-    stage: int = _option(3, "ZeRO stage: what is sharded", choices=(0, 1, 2, 3), type=int)
+    size: str | None = _option(None, "layers, dim and heads (default: tiny)", choices=tuple(SIZES), group=_COMMON)
+    data: str | None = _option(None, "folder of text (default: Python's library)", metavar="DIR", group=_COMMON)
+    steps: int = _option(1000, "optimizer steps", type=int, group=_COMMON)
+    time_limit: float | None = _option(None, "seconds after which training ends, if sooner", type=float, group=_COMMON)
+    global_batch: int = _option(8, "sequences of a step over all ranks", type=int, group=_COMMON)
+    out: str | None = _option(None, "results (default: runs/<date>-<time>)", metavar="DIR", group=_COMMON)
+    preset: str | None = _option(
+        None, f"stage and offload by name: {', '.join(PRESETS)}; or model and stage of a published run: "
+        f"{', '.join(CASE_STUDIES)}; options beside it count",
+        choices=(*PRESETS, *CASE_STUDIES), metavar="NAME", group=_COMMON,
+    )  # fmt: skip
     config: str | None = _option(
-        None, "a file of `zeroshard plan --auto`: its stage, tiers, mesh and batch; options beside it count"
+        None, "a plan that `zeroshard plan --auto` wrote; options beside it count", metavar="FILE", group=_COMMON
     )
-    ranks: int | None = _option(None, "local ranks to start (default: the mesh's, else one per GPU, without GPUs 2)", type=int)
-    mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2 (data, pipeline and tensor parallel)")
-    schedule: str | None = _option(
-        None, "order of micro-batches in stages of pp (default: 1f1b)", choices=SCHEDULES, type=str.lower
-    )
-    sequence_parallel: bool = _option(False, "cut norms and dropout along the sequence over the ranks of tp", action="store_true")
-    size: str | None = _option(None, "preset of layers, dim and heads (default: tiny)", choices=tuple(SIZES))
-    layers: int | None = _option(None, "blocks, instead of the preset's", type=int)
-    dim: int | None = _option(None, "width, instead of the preset's", type=int)
-    heads: int | None = _option(None, "attention heads, instead of the preset's", type=int)
-    ngram_rows: int = _option(8192, "rows of each n-gram table; 0: none", type=int)
-    data: str | None = _option(None, "folder of text files (default: the Python standard library)")
-    steps: int = _option(1000, "optimizer steps", type=int)
-    time_limit: float | None = _option(None, "seconds of training after which it ends well, if sooner", type=float)
-    seq: int = _option(256, "bytes per sequence", type=int)
-    batch: int = _option(8, "sequences per step, over all ranks", type=int)
-    accumulate: int = _option(
-        1, "micro-batches per step (default: 1, with stages of pp 2 a stage)", type=int, also=("--micro-batches",)
-    )
-    precision: str = _option("fp32", "compute precision; master weights stay fp32", choices=PRECISIONS)
-    lr: float = _option(3e-3, "highest learning rate", type=float)
-    weight_decay: float = _option(0.1, "decay of AdamW", type=float)
-    max_grad_norm: float = _option(1.0, "clip gradients to this global norm; 0: never", type=float)
-    seed: int = _option(0, "of weights, batches and the sample", type=int)
-    eval_every: int = _option(200, "steps between looks at the held-out text", type=int)
-    eval_bytes: int = _option(65536, "bytes of held-out text to look at", type=int)
-    sample_bytes: int = _option(300, "bytes to write at the end; 0: none", type=int)
-    prompt: str | None = _option(None, "what the sample continues (default: 'def ' or a line break)")
-    device: str = _option("auto", "auto: GPUs if there is one per rank", choices=DEVICES)
-    threads: int | None = _option(None, "CPU threads per rank (default: cores / ranks)", type=int)
-    out: str | None = _option(None, "folder for the results (default: runs/<date>-<time>)")
-    save_every: int = _option(0, "steps between checkpoints (and one at the end); 0: none", type=int)
-    keep_last: int = _option(2, "checkpoints to keep; older ones are removed", type=int)
-    save_in_background: bool = _option(False, "write checkpoints while training goes on (takes host memory)", action="store_true")
+    scale: str | None = _option(None, "of a published run (default: tiny)", choices=SCALES, group=_MODEL)
+    layers: int | None = _option(None, "blocks, instead of those of --size", type=int, group=_MODEL)
+    dim: int | None = _option(None, "width, instead of that of --size", type=int, group=_MODEL)
+    heads: int | None = _option(None, "attention heads, instead of those of --size", type=int, group=_MODEL)
+    ngram_rows: int = _option(8192, "rows of an n-gram table; 0: none", type=int, group=_MODEL)
+    seq: int = _option(256, "bytes of a sequence", type=int, group=_MODEL)
+    accumulate: int = _option(1, "micro-batches of a step (default: 1; pp: 2 a stage)", type=int, group=_TRAINING)
+    lr: float = _option(3e-3, "highest learning rate", type=float, group=_TRAINING)
+    weight_decay: float = _option(0.1, "decay of AdamW", type=float, group=_TRAINING)
+    max_grad_norm: float = _option(1.0, "clip to this norm; 0: never", type=float, group=_TRAINING)
+    seed: int = _option(0, "of weights, batches and the sample", type=int, group=_TRAINING)
+    eval_every: int = _option(200, "steps between evaluations", type=int, group=_TRAINING)
+    eval_bytes: int = _option(65536, "bytes of held-out text", type=int, group=_TRAINING)
+    threads: int | None = _option(None, "CPU threads of a rank (default: cores / ranks)", type=int, group=_TRAINING)
+    save_every: int = _option(0, "steps between checkpoints; 0: none", type=int, group=_OUTPUT)
+    keep_last: int = _option(2, "checkpoints to keep", type=int, group=_OUTPUT)
+    save_in_background: bool = _option(False, "write checkpoints beside training", action="store_true", group=_OUTPUT)
     resume: str | None = _option(
-        None, "go on with the newest checkpoint of --out (without it: of the newest run), or of this folder", nargs="?", const=""
+        None, "go on with the newest checkpoint of this run (default: of --out, else of the newest run)", nargs="?", const="",
+        metavar="DIR", group=_OUTPUT,
+    )  # fmt: skip
+    sample_bytes: int = _option(300, "bytes that the model writes at the end", type=int, group=_OUTPUT)
+    prompt: str | None = _option(None, "start of the sample (default: 'def ')", group=_OUTPUT)
+    mesh: str | None = _option(None, "ranks along each axis: dp=2,pp=2,tp=2", metavar="AXES", group=_MESH)
+    schedule: str | None = _option(
+        None, f"order of micro-batches in stages of pp: {', '.join(SCHEDULES)} (default: 1f1b)", choices=SCHEDULES, type=str.lower,
+        metavar="NAME", group=_MESH,
+    )  # fmt: skip
+    sequence_parallel: bool = _option(False, "cut norms along the sequence over tp", action="store_true", group=_MESH)
+    partition_activations: bool = _option(False, "cut kept block inputs over the ranks of tp", action="store_true", group=_MESH)
+    checkpoint_activations: bool = _option(
+        False, "keep inputs of blocks, compute the rest again", action="store_true", group=_MEMORY
     )
-    offload_optimizer: str = _option("none", "where optimizer states rest and are stepped: cpu, nvme (files)", choices=OFFLOADS)
-    offload_gradient: str | None = _option(
-        None, "where gradients rest (default: cpu if the states are offloaded)", choices=OFFLOADS
+    tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of this size", type=int, group=_MEMORY)
+    max_live_parameters: int = _option(0, "elements kept gathered for backward", type=int, group=_MEMORY)
+    prefetch_bucket_size: int | None = _option(None, "elements gathered ahead (default: 64 MiB)", type=int, group=_MEMORY)
+    offload_optimizer: str = _option(
+        "none", "TIER of optimizer states: none, cpu (host memory) or nvme (files)", **_TIER, group=_OFFLOAD
     )
-    offload_param: str = _option("none", "where parameters rest; the model is then never whole on a rank", choices=OFFLOADS)
-    offload_path: str | None = _option(None, f"folder on a local disk, for nvme (default: {OFFLOAD_PATH}/)")
-    offload_ratio: float = _option(1.0, "fraction of the optimizer states that is offloaded", type=float)
-    buffer_count: int = _option(8, "host buffers of a rank through which offloaded states pass", type=int)
-    buffer_mib: int = _option(16, "MiB of each of these buffers", type=int)
+    offload_gradient: str | None = _option(None, "of gradients (default: cpu, with states)", **_TIER, group=_OFFLOAD)
+    offload_param: str = _option("none", "of parameters", **_TIER, group=_OFFLOAD)
+    offload_activations: str = _option("none", "of inputs of blocks", **_TIER, group=_OFFLOAD)
+    offload_path: str | None = _option(
+        None, f"on a local disk, for nvme (default: {OFFLOAD_PATH}/)", metavar="DIR", group=_OFFLOAD
+    )
+    offload_ratio: float = _option(1.0, "share of states to offload", type=float, group=_OFFLOAD)
+    delayed_update: int | None = _option(None, "after N steps the host steps beside the device", type=int, group=_OFFLOAD)
+    buffer_count: int = _option(8, "host buffers of a rank", type=int, group=_OFFLOAD)
+    buffer_mib: int = _option(16, "MiB of each of these buffers", type=int, group=_OFFLOAD)
     pin_memory: bool = _option(
-        True, "page-lock the host memory of what is offloaded, where there is a GPU", action=argparse.BooleanOptionalAction
+        True, "page-lock host memory, with GPUs (default: yes)", action=argparse.BooleanOptionalAction, group=_OFFLOAD
     )
-    delayed_update: int | None = _option(None, "after so many steps the host steps beside the next step's computation", type=int)
-    max_live_parameters: int = _option(0, "keep units gathered for backward while at most so many elements are", type=int)
-    prefetch_bucket_size: int | None = _option(None, "elements gathered ahead of use (default: 64 MiB of them)", type=int)
-    shard_size: int | None = _option(None, "shard over groups of so many ranks, alike in all groups (HSDP, MiCS)", type=int)
-    hpz: int = _option(1, "nodes of so many ranks keep a secondary shard of parameters, stage 3 (hpZ); 1: none", type=int)
-    quantized_weights: str | None = _option(None, "parameters travel packed (qwZ)", choices=CODECS)
-    quantized_gradients: str | None = _option(None, "gradients travel packed (qgZ)", choices=GRADIENT_CODECS)
-    quantize_on_host: bool = _option(False, "pack also between ranks that share memory, which gain nothing", action="store_true")
-    error_feedback: bool = _option(False, "what packing a gradient loses is added to the next one", action="store_true")
-    checkpoint_activations: bool = _option(False, "keep the inputs of blocks only, compute the rest again", action="store_true")
-    offload_activations: str = _option("none", "checkpoint activations, and keep the inputs there", choices=OFFLOADS)
-    partition_activations: bool = _option(
-        False, "keep a part of each input on each rank of tp (with --mesh tp=2)", action="store_true"
+    shard_size: int | None = _option(None, "shard over groups of N ranks (HSDP, MiCS)", type=int, group=_NETWORK)
+    hpz: int = _option(1, "ranks of a secondary shard (hpZ)", type=int, group=_NETWORK)
+    quantized_weights: str | None = _option(
+        None, f"parameters travel packed (qwZ): {', '.join(CODECS)}", choices=CODECS, metavar="NAME", group=_NETWORK
     )
-    tile_max_bytes: int | None = _option(None, "cut larger weights into tiles of at most so many bytes", type=int)
+    quantized_gradients: str | None = _option(
+        None, f"gradients, too (qgZ): {', '.join(GRADIENT_CODECS)}", choices=GRADIENT_CODECS, metavar="NAME", group=_NETWORK
+    )
+    quantize_on_host: bool = _option(False, "pack between ranks that share memory, too", action="store_true", group=_NETWORK)
+    error_feedback: bool = _option(False, "add what packing lost to the next gradient", action="store_true", group=_NETWORK)
 
     def __post_init__(self) -> None:
-        for name in (
-            "ranks",
-            "layers",
-            "dim",
-            "heads",
-            "steps",
-            "seq",
-            "batch",
-            "accumulate",
-            "eval_every",
-            "threads",
-            "keep_last",
-        ):
+        for name in ("ranks", "layers", "dim", "heads", "steps", "seq", "global_batch", "accumulate", "eval_every", "threads",
+                     "keep_last"):  # fmt: skip
             self._expect(name, (getattr(self, name) or 0) > 0 or getattr(self, name) is None, "a positive integer")
         self._expect("lr", 0 < self.lr < math.inf, "a positive number")
         self._expect("time_limit", self.time_limit is None or self.time_limit > 0, "a positive number")
@@ -142,9 +156,11 @@ class TrainOptions:
             self._expect(name, getattr(self, name) >= 0, "zero or a positive number")
         self._expect("eval_bytes", self.eval_bytes >= 2, "at least 2")
         self._expect("seed", 0 <= self.seed < 2**63, "0 <= seed < 2^63")
-        self._expect("save_in_background", self.save_every or not self.save_in_background, "none without --save-every")
+        self._expect("save_in_background", self.save_every > 0 or not self.save_in_background, "none without --save-every")
         self._check_offload()
-        self._expect("scale", self.case_study or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}")
+        self._expect(
+            "scale", self.case_study is not None or self.scale is None, f"none without --preset {', '.join(CASE_STUDIES)}"
+        )
         self._expect("size", self.size is None or not self.case_study, f"none with --preset {self.preset}; give --scale")
         self._check_mesh()
         try:
@@ -170,11 +186,13 @@ class TrainOptions:
             config = self.sharding()
         except zs.ConfigError as error:  # says what is wrong in the names of Config, which are those of the options
             raise UsageError(str(error)) from None
-        packs = self.quantized_weights or self.quantized_gradients
+        packs = bool(self.quantized_weights or self.quantized_gradients)
         self._expect(
             "quantize_on_host", packs or not self.quantize_on_host, "none without --quantized-weights or --quantized-gradients"
         )
-        self._expect("error_feedback", self.quantized_gradients or not self.error_feedback, "none without --quantized-gradients")
+        self._expect(
+            "error_feedback", bool(self.quantized_gradients) or not self.error_feedback, "none without --quantized-gradients"
+        )
         self._expect("offload_path", self.offload_path is None or self.uses_disk, "no folder without nvme")
         needs_states = config.offload_optimizer.tier is not Tier.DEVICE
         self._expect("offload_ratio", self.offload_ratio == 1.0 or needs_states, "none without --offload-optimizer")
@@ -276,18 +294,20 @@ class TrainOptions:
                 raise UsageError(f"{error}{self._of_config(world_size)}") from None
         readers, word = (self.axes.dp, "dp") if self.axes.cuts_model else (world_size, "ranks")
         parts = readers * self.accumulate
-        if self.batch % parts:
-            above = (self.batch // parts + 1) * parts
+        if self.global_batch % parts:
+            above = (self.global_batch // parts + 1) * parts
             raise UsageError(
-                f"--batch: expected a multiple of {word} x accumulate = {readers} x {self.accumulate} = {parts}, "
-                f"got {self.batch}; try --batch {above}"
+                f"--global-batch: expected a multiple of {word} x accumulate = {readers} x {self.accumulate} = {parts}, "
+                f"got {self.global_batch}; try --global-batch {above}"
             )
 
     def _of_config(self, world_size: int) -> str:
         """Where the mesh is that of a plan's file: which, and what to do."""
         if self.config is None or read_layout(self.config)["mesh"] != asdict(self.axes):
             return ""
-        again = f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.batch} --config {self.config}"
+        again = (
+            f"zeroshard plan MODEL --ranks {world_size} --auto --global-batch {self.global_batch} --write-config {self.config}"
+        )
         return f"; the mesh is that of --config {self.config}: plan again with `{again}`"
 
     def planned_otherwise(self, world_size: int) -> str:
@@ -300,25 +320,28 @@ class TrainOptions:
         return asdict(self)
 
 
+def parser() -> Parser:
+    """The command line of `zeroshard train`."""
+    made = Parser(
+        prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.",
+        renamed={"--batch": "--global-batch", "--micro-batches": "--accumulate"},
+    )  # fmt: skip
+    add_options(made, TrainOptions)
+    return made
+
+
 def parse_train(argv: Sequence[str]) -> TrainOptions:
     """Options from the command line; `UsageError` names the one that is wrong."""
-    parser = Parser(prog="zeroshard train", description="Train a byte-level GPT on a folder of text, sharded by ZeRO.")
-    for option in fields(TrainOptions):
-        settings = dict(option.metadata)
-        names = (f"--{option.name.replace('_', '-')}", *settings.pop("also", ()))
-        parser.add_argument(*names, default=option.default, **settings)
-    chosen = parser.parse(argv)
-    defaults = _other_defaults(chosen)
-    if defaults:  # another row of defaults: what was given beside it counts
-        parser.set_defaults(**defaults)
-        chosen = parser.parse(argv)
-    return TrainOptions(**vars(chosen))
+    command = parser()
+    chosen = command.parse(argv)
+    command.set_defaults(**_other_defaults(chosen))  # another row of defaults: what was given beside it counts
+    return TrainOptions(**vars(command.parse(argv)))
 
 
 def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a preset and a mesh stand for, where nothing else is given."""
     if chosen.preset in PRESETS:
-        row = dict(PRESETS[chosen.preset])
+        row: dict[str, Any] = dict(PRESETS[chosen.preset])
     else:
         row = _published(CASE_STUDIES[chosen.preset], chosen.scale) if chosen.preset else {}
     row |= _of_plan(chosen) if chosen.config is not None else {}
@@ -327,7 +350,10 @@ def _other_defaults(chosen: argparse.Namespace) -> dict[str, Any]:
     if axes.cuts_model:
         row["sample_bytes"] = 0
         row.setdefault("accumulate", 2 * axes.pp if axes.pp > 1 else 1)
-        row.setdefault("batch", math.lcm(8, axes.dp * row["accumulate"]))
+        row.setdefault("global_batch", math.lcm(8, axes.dp * row["accumulate"]))
+    ranks = chosen.ranks or row.get("ranks") or (axes.ranks if mesh is not None else 1)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    row.setdefault("precision", usual_precision(chosen.device != "cpu" and torch.cuda.device_count() >= ranks))
     return row
 
 
@@ -338,7 +364,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     except zs.ConfigError as error:
         raise UsageError(f"--{error}") from None
     row = {name: plan["shard"][key] for name, key in _PLANNED.items() if key in plan["shard"]}
-    row |= {"accumulate": plan["micro_batches"], "batch": plan["global_batch"], "seq": plan.get("seq", TrainOptions.seq)}
+    row |= {"accumulate": plan["micro_batches"], "global_batch": plan["global_batch"], "seq": plan.get("seq", TrainOptions.seq)}
     kept = plan.get("checkpoint_activations") or {}
     row |= {"checkpoint_activations": bool(kept), "offload_activations": kept.get("offload", "none")}
     row["partition_activations"] = bool(kept.get("partition"))
@@ -351,7 +377,7 @@ def _of_plan(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def _published(study: CaseStudy, scale: str | None) -> dict[str, Any]:
     """The stage and the length of sequences of a published run; at full scale also its batch and precision."""
-    row = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
+    row: dict[str, Any] = {"stage": study.layout.stage, "seq": study.config(scale or SCALES[0]).seq_len, "ngram_rows": 0}
     if scale == "full":
-        row |= {"batch": study.layout.global_batch, "precision": study.layout.precision}
+        row |= {"global_batch": study.layout.global_batch, "precision": study.layout.precision}
     return row

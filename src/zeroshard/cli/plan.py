@@ -27,12 +27,12 @@ from ..remedies.remedy import Remedy, remedies
 from ..search.search import Found
 from ..simulator.spread import rate_with_spread, said_of, seconds_with_spread
 from . import auto, report_error
-from .arguments import UsageError
+from .arguments import UsageError, quiet
+from .exit_codes import ExitCode
 from .plan_options import _OUTPUT, PlanOptions, _option, parse
-from .sheets import Sheet, show
+from .sheets import Sheet, drawn, print_json, show
 from .working import working
 
-SHORT = 1
 _SEARCH = "search for the fastest layout"
 
 
@@ -118,24 +118,23 @@ def _planned(options: Options) -> int:
         sheets = [tables.memory(verdict.plan), tables.communication(verdict.plan), tables.activations(verdict.plan)]
         if options.out is not None:
             _write(Path(options.out), request, plans, verdict, [*([auto.table(layouts)] if layouts else []), *sheets], notes)
-    text = not (options.json or options.json_full)
+    text, brief = not (options.json or options.json_full), options.brief or quiet()
     if text:  # the verdict first: what would make it fit is looked for after it
-        print(tables.headline(request, verdict) if options.brief else tables.page(verdict.plan, verdict), flush=True)
-    look = not (verdict.fits or options.brief or options.auto) and options.try_seconds > 0
+        print(tables.headline(request, verdict) if brief else tables.page(verdict.plan, verdict), flush=True)
+    look = not (verdict.fits or brief or options.auto) and options.try_seconds > 0
     found: list[Remedy] = []
     if look:
         with working("looking for changes that make it fit"):
             found = remedies(request, plans, options.try_seconds)
     if not text:
-        told = facts(request, verdict, found) if options.json_full else summary(request, verdict, found, layouts)
-        print(json.dumps(told, indent=2))
-    elif not options.brief:
+        print_json(facts(request, verdict, found) if options.json_full else summary(request, verdict, found, layouts))
+    elif not brief:
         _print(verdict, found, sheets if options.full else [], layouts, notes, options, look)
     written = [str(path) for path in sorted(Path(options.out).iterdir())] if options.out is not None else []
     written += [options.write_config] if options.write_config is not None else []
     if written and text:
         print(f"written: {', '.join(written)}")
-    return 0 if verdict.fits else SHORT
+    return ExitCode.DONE if verdict.fits else ExitCode.NO
 
 
 def _print(
@@ -169,11 +168,12 @@ def _write(
     # of a pipeline the other stages would have to be planned too: `zeroshard simulate` does
     done = request.simulated(plans) if request.axes["pp"] == 1 else None
     make_folder(folder)
-    draw_memory(verdict.plan, request, folder / "memory.png")
-    pictures = {"Memory over one step": folder / "memory.png"}
+    memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
+    if drawn(memory, draw_memory, verdict.plan, request, memory):
+        pictures["Memory over one step"] = memory
     if done is not None:
-        draw_timeline(done, folder / "timeline.png", verdict.plan.model)
-        pictures["A step, simulated"] = folder / "timeline.png"
+        if drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
+            pictures["A step, simulated"] = timeline
         spread = request.hardware.spread
         seconds, tflops = seconds_with_spread(done.step_s, spread), rate_with_spread(done.tflops, spread)
         notes = [*notes, f"Simulated: {seconds} s a step, {tflops} TFLOPS a device ({said_of(spread)}); {done.bound}."]

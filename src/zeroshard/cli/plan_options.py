@@ -2,14 +2,14 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from ..compression import CODECS, GRADIENT_CODECS
 from ..planner.model_source import example_of, source_of
 from ..planner.request import FLAGS, Request
 from ..simulator.hardware import Hardware
-from .arguments import Parser, UsageError
+from .arguments import Parser, UsageError, add_options
 from .mesh_axes import MeshAxes
 from .options import OFFLOADS, PRECISIONS, SCHEDULES, _option
 
@@ -149,20 +149,10 @@ class PlanOptions:
 
 def parse(kind: type[PlanOptions], program: str, description: str, argv: Sequence[str], renamed: Mapping[str, str]) -> Any:
     """Options from the command line; `UsageError` names the one that is wrong. renamed: old spellings, beside RENAMED."""
-    for word in (each.split("=")[0] for each in argv):
-        if new := (RENAMED | dict(renamed)).get(word):
-            raise UsageError(f"{word} is now {new}; see {program} --help")
-    parser = Parser(prog=program, description=description)
+    parser = Parser(prog=program, usage="%(prog)s [options] MODEL", description=description, renamed=RENAMED | dict(renamed))
     parser.add_argument(
         "model", metavar="MODEL",
         help="a preset, a Hugging Face model id whose config is in the local cache, a config.json or its folder, or module:function",
     )  # fmt: skip
-    groups: dict[str, Any] = {}
-    for option in fields(kind):
-        if option.metadata:
-            settings = dict(option.metadata)
-            name = settings.pop("group", "options")
-            group = groups.setdefault(name, None) or parser.add_argument_group(name)
-            groups[name] = group
-            group.add_argument(f"--{option.name.replace('_', '-')}", default=option.default, **settings)
+    add_options(parser, kind)
     return kind(**vars(parser.parse(argv)))

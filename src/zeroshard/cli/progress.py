@@ -1,9 +1,13 @@
-"""Progress of a run: a live bar on a terminal, plain lines now and then elsewhere, nothing on ranks other than 0."""
+"""Progress of a run: a live bar on a terminal where rich is installed, else lines; nothing on ranks other than 0.
 
+With `--quiet` nothing is printed, with `--verbose` a line for every step.
+"""
+
+import sys
 import time
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from .arguments import quiet, verbose
 
 PLAIN_EVERY_S = 10.0
 
@@ -13,27 +17,32 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
+def _bar() -> Any:
+    """A bar of rich; None where there is no terminal, or no rich."""
+    if not sys.stdout.isatty():
+        return None
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        return None
+    return Progress(
+        TextColumn("[bold]step {task.fields[step]}"), BarColumn(bar_width=None),
+        TextColumn("loss {task.fields[loss]:.3f} bits/byte  {task.fields[rate]:,.0f} tokens/s"), TimeElapsedColumn(),
+        TextColumn("left"), TimeRemainingColumn(), transient=True,
+    )  # fmt: skip
+
+
 class TrainingProgress:
     """Shows loss, tokens per second and the remaining time; `note` prints a line above the bar."""
 
-    console: Console  # where everything of this run is printed
-    bar: Progress | None  # None without a terminal
+    bar: Any  # rich.progress.Progress, or None
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, shown: bool) -> None:
+        """shown: whether this rank prints anything."""
+        self.shown = shown and not quiet()
         self.started = self.printed = time.monotonic()
-        self.bar = None
-        if console.is_terminal:
-            self.bar = Progress(
-                TextColumn("[bold]step {task.fields[step]}"),
-                BarColumn(bar_width=None),
-                TextColumn("loss {task.fields[loss]:.3f} bits/byte  {task.fields[rate]:,.0f} tokens/s"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=console,
-                transient=True,
-            )
+        self.bar = _bar() if self.shown and not verbose() else None
+        if self.bar is not None:
             self.task = self.bar.add_task("train", total=1.0, step=0, loss=float("nan"), rate=0.0)
 
     def __enter__(self) -> "TrainingProgress":
@@ -41,7 +50,7 @@ class TrainingProgress:
             self.bar.start()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -51,15 +60,15 @@ class TrainingProgress:
             self.bar.update(self.task, completed=fraction, step=step, loss=loss, rate=rate)
             return
         now = time.monotonic()
-        if now - self.printed >= PLAIN_EVERY_S:
+        if self.shown and (verbose() or now - self.printed >= PLAIN_EVERY_S):
             self.printed = now
             elapsed = now - self.started
             left = clock(elapsed * (1 - fraction) / max(fraction, 1e-9))
-            self.console.print(
-                f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f} bits/byte  {rate:,.0f} tokens/s  left {left}",
-                highlight=False,
-            )
+            print(f"step {step:5d}  {fraction:4.0%}  loss {loss:.3f} bits/byte  {rate:,.0f} tokens/s  left {left}", flush=True)
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self.console.print(text, highlight=False)
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False)
+        elif self.shown:
+            print(text, flush=True)

@@ -6,7 +6,6 @@
 The step is that of `zeroshard plan`: what the runtime does on imagined ranks, in the time that the hardware takes for it.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from . import report_error
 from .arguments import UsageError, closest
 from .plan import make_folder
 from .plan_options import PlanOptions, _option, parse
-from .sheets import Sheet, show
+from .sheets import Sheet, drawn, print_json, show
 from .working import working
 
 SWEPT = ("ranks", "micro-batch")
@@ -133,9 +132,11 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         folder = Path(options.out)
         make_folder(folder)
         write_chrome_trace(done, folder / "timeline.json")
-        draw_timeline(done, folder / "timeline.png", verdict.plan.model)
-        draw_memory(verdict.plan, request, folder / "memory.png")
-        pictures = {"A step, simulated": folder / "timeline.png", "Memory over one step": folder / "memory.png"}
+        memory, timeline, pictures = folder / "memory.png", folder / "timeline.png", {}
+        if drawn(timeline, draw_timeline, done, timeline, verdict.plan.model):
+            pictures["A step, simulated"] = timeline
+        if drawn(memory, draw_memory, verdict.plan, request, memory):
+            pictures["Memory over one step"] = memory
         sheets = [table, tables.memory(verdict.plan), tables.communication(verdict.plan)]
         write_page(
             folder / "simulation.html", _line(done, request), verdict, sheets, pictures, [tables.headline(request, verdict)]
@@ -144,7 +145,7 @@ def _told(request: Request, utilisation: float, latency_s: float | None, options
         found = {name: getattr(done, name) for name in ("step_s", "tflops", "tokens_per_s", "exposed_s", "bound")}
         found["busy_s"] = {resource.value: seconds for resource, seconds in done.busy.items()}
         found["spread"] = list(request.hardware.spread)
-        print(json.dumps(found | {"fits": verdict.fits, "verdict": str(verdict)}, indent=2))
+        print_json(found | {"fits": verdict.fits, "verdict": str(verdict)})
         return 0
     show(Sheet(table.rows, table.header, table.title))
     _written(options)
@@ -188,27 +189,25 @@ def _told_sweep(done: Sweep, request: Request, options: Options) -> int:
     if options.out is not None:
         make_folder(Path(options.out))
         heading, picture = f"{request.source.name} on {request.hardware.name}", Path(options.out) / "scaling.png"
-        done.draw(picture, heading)
+        pictures = {"Throughput by ranks": picture} if drawn(picture, done.draw, picture, heading) else {}
         table = tables.Table("Steps", *_swept_rows(done))
         write_page(
             Path(options.out) / "sweep.html",
             heading,
             None,
             [table],
-            {"Throughput by ranks": picture},
+            pictures,
             [str(limit) for limit in done.limits],
         )
     if options.json:
         rows = [{"ranks": row.ranks, "micro_batch": row.setting.micro_batch, "utilisation": row.setting.utilisation, "step_s": row.step_s,
                  "latency_s": row.setting.latency_s, "tflops": row.tflops, "tokens_per_s": row.tokens_per_s, "bound": row.bound}
                 for row in done.rows]  # fmt: skip
-        print(json.dumps({"rows": rows, "limits": [str(limit) for limit in done.limits]}, indent=2))
+        print_json({"rows": rows, "limits": [str(limit) for limit in done.limits]})
         return 0
-    from rich.console import Console
-
-    from .sheets import WIDTH
-
-    Console(highlight=False, width=WIDTH).print(done.table())
+    header, cells = done.grid()
+    show(Sheet(cells, header, f"a step on {done.hardware.name}", numbers=True))
+    print("\n".join(map(str, done.limits)))
     _written(options)
     return 0
 

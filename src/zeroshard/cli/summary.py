@@ -5,10 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console, Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 import zeroshard as zs
 
@@ -19,7 +15,7 @@ from ..models import GPT
 from .artefacts import RunFolder
 from .options import TrainOptions
 from .ranks import Ranks
-from .sheets import megabytes
+from .sheets import Sheet, megabytes, panel, say, show
 from .trainer import StepResult
 
 STAGES = {
@@ -58,14 +54,7 @@ class Outcome:
         }
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left")
-    return table
-
-
-def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
+def opening(options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
     """Say what is about to run."""
     config = options.model_config()
     with torch.device("meta"):  # a rank may have a part of it
@@ -74,7 +63,7 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
     mesh = f" ({options.axes})" if options.mesh is not None else ""
     kind = options.preset if options.case_study is not None else "GPT"
     lines = [
-        f"[bold]{STAGES[options.stage]}[/bold]",
+        STAGES[options.stage],
         f"{ranks.world_size} rank{'s' * (ranks.world_size > 1)}{mesh} on {ranks.device.type}, {options.precision}",
         f"{kind} of {numel:,} parameters: {config.layers} layers, dim {config.dim}, {config.heads} heads, "
         f"{ngrams}{config.seq_len} bytes of context",
@@ -87,114 +76,103 @@ def opening(console: Console, options: TrainOptions, ranks: Ranks, corpus: Corpu
             f"optimizer states on {away.offload_optimizer.tier.value}, gradients on {away.offload_gradient.tier.value}, "
             f"parameters on {away.offload_param.tier.value}"
         )
-    console.print(Panel("\n".join(lines), title="zeroshard train", title_align="left", expand=False), highlight=False)
+    panel("zeroshard train", "\n".join(lines))
 
 
-def closing(console: Console, folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
-    """Print the results."""
+def closing(folder: RunFolder, report: zs.Report, outcome: Outcome) -> None:
+    """Print the results; with `--quiet` one line."""
     last, options = outcome.last, outcome.options
-    tokens = last.step * options.batch * options.seq
-    console.print(
+    tokens = last.step * options.global_batch * options.seq
+    say(
         f"\n{last.step:,} steps and {tokens:,} bytes of text in {last.seconds:.0f} s: "
-        f"{tokens / last.seconds:,.0f} bytes per second\n",
-        highlight=False,
+        f"{tokens / last.seconds:,.0f} bytes per second\n"
     )
     if outcome.forecast is not None:
-        console.print(
-            f"one step: predicted {outcome.forecast.step_seconds:.3g} s, measured {outcome.median_seconds:.3g} s (median)\n",
-            highlight=False,
-        )
-    tables = (
+        say(f"one step: predicted {outcome.forecast.step_seconds:.3g} s, measured {outcome.median_seconds:.3g} s (median)\n")
+    sheets = (
         quality(outcome.scores), memory(report), tiers(report, outcome.activations), communication(report, outcome),
         moves(report, outcome),
     )  # fmt: skip
-    for table in tables:
-        if table is not None:
-            console.print(table, highlight=False)
-            console.print()
+    for sheet in sheets:
+        if sheet is not None:
+            show(sheet)
+            say()
     if outcome.sample:
-        console.print(Panel(Text(outcome.sample), title="a sample of the model", title_align="left", expand=False))
-    console.print(files(folder), highlight=False)
-
-
-def quality(scores: Mapping) -> Table:
-    """Held-out bits per byte beside those of compressors."""
-    table = _table("Held-out text", "predicted by", "bits per byte")
-    table.add_row("nothing", "8.000")
-    table.add_row("the model before training", f"{scores['before_training']:.3f}")
-    for name, bits in scores["compressors"].items():
-        table.add_row(name, f"{bits:.3f}")
-    table.add_row("[bold]the model after training", f"[bold]{scores['after_training']:.3f}")
-    table.caption = "Compressors start from nothing; the model has read the training text."
-    table.caption_justify = "left"
-    return table
-
-
-def memory(report: zs.Report) -> Table:
-    """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
-    table = _table(
-        f"Memory of model states per rank, stage {report.stage}", "bytes", "measured", "formula", "plain DDP", "of DDP"
+        panel("a sample of the model", outcome.sample)
+    print(
+        f"{outcome.scores['after_training']:.3f} bits per byte of held-out text after {last.step:,} steps; results in {folder.path}/"
     )
+    for path in sorted(folder.path.iterdir()):
+        say(f"  {path.name:20}{path.stat().st_size:>12,} bytes")
+
+
+def quality(scores: Mapping) -> Sheet:
+    """Held-out bits per byte beside those of compressors."""
+    rows = [("nothing", "8.000"), ("the model before training", f"{scores['before_training']:.3f}")]
+    rows += [(name, f"{bits:.3f}") for name, bits in scores["compressors"].items()]
+    rows.append(("the model after training", f"{scores['after_training']:.3f}"))
+    caption = "Compressors start from nothing; the model has read the training text."
+    return Sheet(rows, ("predicted by", "bits per byte"), "Held-out text", numbers=True, total=1, caption=caption)
+
+
+def memory(report: zs.Report) -> Sheet:
+    """Bytes per rank by category: measured, by the formula, and what DDP would keep."""
     rows = [(name, report.at_rest[name], report.formula.get(name, 0), report.ddp.get(name, 0)) for name in report.at_rest]
-    total = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    total: Any = ("total", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
+    cells = []
     for name, measured, formula, ddp in [*rows, total]:
         share = f"{measured / ddp:.0%}" if ddp else ""
-        table.add_row(name, megabytes(measured), megabytes(formula), megabytes(ddp), share, end_section=name == rows[-1][0])
-    for name, nbytes in report.peak.items():
-        if nbytes:
-            table.add_row(f"at peak: {name}", megabytes(nbytes), "", "", "")
-    return table
+        cells.append((name, megabytes(measured), megabytes(formula), megabytes(ddp), share))
+    peaks = [(f"at peak: {name}", megabytes(nbytes), "", "", "") for name, nbytes in report.peak.items() if nbytes]
+    title = f"Memory of model states per rank, stage {report.stage}"
+    return Sheet(
+        [*cells, *peaks], ("bytes", "measured", "formula", "plain DDP", "of DDP"), title, numbers=True, total=1 + len(peaks)
+    )
 
 
-def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Table | None:
+def tiers(report: zs.Report, activations: zs.ActivationReport | None) -> Sheet | None:
     """Where model states, buffers and activation checkpoints rest. None if everything is on the device."""
     host, disk = (report.elsewhere.get(tier, {}) for tier in ("host", "disk"))
-    table = _table("Where they rest, per rank", "bytes", "device", "host", "disk")
+    rows = []
     for name, total in report.at_rest.items():
         parts = (name, MASTERS) if name == OPTIMIZER else (name,)
         away = [sum(held.get(part, 0) for part in parts) for held in (host, disk)]
-        table.add_row(name, *(megabytes(nbytes) if nbytes else "" for nbytes in (total - sum(away), *away)))
+        rows.append((name, *(megabytes(nbytes) if nbytes else "" for nbytes in (total - sum(away), *away))))
     if host.get(STAGING):
-        table.add_row("buffers", "", megabytes(host[STAGING]), "")
+        rows.append(("buffers", "", megabytes(host[STAGING]), ""))
     peaks = activations.peak if activations is not None else {}
     if any(peaks.values()):
-        table.add_row("activation checkpoints, at peak", *(megabytes(n) if n else "" for n in peaks.values()))
-    return table if any((host, disk, peaks)) else None
-
-
-def communication(report: zs.Report, outcome: Outcome) -> Table:
-    """What a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
-    passes = outcome.options.accumulate
-    table = _table("Communication of a rank", "sent", "collectives", "bytes")
-    for kind, (count, nbytes) in outcome.step_traffic.items():
-        table.add_row(f"one step: {kind}", f"{count:,}", megabytes(nbytes))
-    measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
-    table.add_row("[bold]one step, measured", "", f"[bold]{megabytes(measured)}", end_section=True)
-    table.add_row("one step, theory", "", megabytes(report.theory_nbytes_per_step))
-    totals = report.communication.values()
-    table.add_row("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals)))
-    if passes > 1:
-        table.caption = f"Theory is for one backward pass; a step of this run had {passes}."
-        table.caption_justify = "left"
-    return table
-
-
-def moves(report: zs.Report, outcome: Outcome) -> Table | None:
-    """What a rank moves between tiers in one training step, beside theory. None where nothing is moved."""
-    if not outcome.step_moved and not report.theory_moved_per_step:
+        rows.append(("activation checkpoints, at peak", *(megabytes(n) if n else "" for n in peaks.values())))
+    if not any((host, disk, peaks)):
         return None
-    table = _table("Moved between tiers, one step", "link", "measured", "theory")
-    for link in sorted({*outcome.step_moved, *report.theory_moved_per_step}):
-        theory = report.theory_moved_per_step.get(link, 0)
-        table.add_row(link, megabytes(outcome.step_moved.get(link, 0)), megabytes(theory))
-    if outcome.options.accumulate > 1:
-        table.caption = f"Theory is for one backward pass; a step of this run had {outcome.options.accumulate}."
-        table.caption_justify = "left"
-    return table
+    return Sheet(rows, ("bytes", "device", "host", "disk"), "Where they rest, per rank", numbers=True)
 
 
-def files(folder: RunFolder) -> Group:
-    """The files of the run with their lengths."""
-    lines = [Text(f"Results in {folder.path}/", style="bold")]
-    lines += [Text(f"  {path.name:20}{path.stat().st_size:>12,} bytes") for path in sorted(folder.path.iterdir())]
-    return Group(*lines)
+def _of_one_pass(outcome: Outcome) -> str:
+    passes = outcome.options.accumulate
+    return f"Theory is for one backward pass; a step of this run had {passes}." if passes > 1 else ""
+
+
+def communication(report: zs.Report, outcome: Outcome) -> Sheet:
+    """What a rank sends in one training step, beside theory, and in the whole run with its evaluations."""
+    rows = [(f"one step: {kind}", f"{count:,}", megabytes(nbytes)) for kind, (count, nbytes) in outcome.step_traffic.items()]
+    measured = sum(nbytes for _, nbytes in outcome.step_traffic.values())
+    totals = report.communication.values()
+    rows += [
+        ("one step, measured", "", megabytes(measured)),
+        ("one step, theory", "", megabytes(report.theory_nbytes_per_step)),
+        ("all steps and evaluations", f"{sum(t.count for t in totals):,}", megabytes(sum(t.nbytes for t in totals))),
+    ]
+    header = ("sent", "collectives", "bytes")
+    return Sheet(rows, header, "Communication of a rank", numbers=True, total=2, caption=_of_one_pass(outcome))
+
+
+def moves(report: zs.Report, outcome: Outcome) -> Sheet | None:
+    """What a rank moves between tiers in one training step, beside theory. None where nothing is moved."""
+    links = sorted({*outcome.step_moved, *report.theory_moved_per_step})
+    if not links:
+        return None
+    measured, theory = outcome.step_moved, report.theory_moved_per_step
+    rows = [(link, megabytes(measured.get(link, 0)), megabytes(theory.get(link, 0))) for link in links]
+    header, title = ("link", "measured", "theory"), "Moved between tiers, one step"
+    return Sheet(rows, header, title, numbers=True, caption=_of_one_pass(outcome))

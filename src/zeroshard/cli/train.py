@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from rich.console import Console
 
 import zeroshard as zs
 
@@ -27,11 +26,13 @@ from ..data.text import Corpus, compressed_bits_per_byte, read_corpus
 from ..launch import spawn
 from . import report_error, summary
 from .arguments import UsageError
-from .artefacts import BITS_PER_NAT, CHECKPOINTS, MODEL, REPORT, RunFolder
+from .artefacts import BITS_PER_NAT, CHECKPOINTS, CONFIG, MODEL, REPORT, RunFolder
+from .exit_codes import ExitCode
 from .mesh_trainer import MeshTrainer
 from .options import TrainOptions, parse_train
 from .progress import TrainingProgress
 from .ranks import Ranks, join, launched
+from .sheets import say
 from .trainer import StepResult, Trainer
 
 
@@ -55,7 +56,7 @@ def _join_and_run(options: TrainOptions) -> int:
         run(options, ranks)
     except (UsageError, zs.ConfigError) as error:  # the same on all ranks: one prints it
         ranks.leave()
-        return report_error(str(error)) if ranks.first else 2
+        return report_error(str(error)) if ranks.first else ExitCode.USAGE
     except BaseException as error:
         if ranks.world_size == 1:
             raise
@@ -75,7 +76,7 @@ def _fail(ranks: Ranks, error: BaseException) -> NoReturn:
     backend_select.announce(error)
     sys.stdout.flush()
     print("\n".join(f"[rank {ranks.rank}] {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.FAILED)
 
 
 def run(options: TrainOptions, ranks: Ranks) -> None:
@@ -84,15 +85,15 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     if ranks.first and (otherwise := options.planned_otherwise(ranks.world_size)):
         print(f"zeroshard: {otherwise}", file=sys.stderr, flush=True)
     folder, path = _open_folder(options, ranks)
-    console = Console(quiet=not ranks.first, soft_wrap=False)
     trainer = (MeshTrainer if options.axes.cuts_model else Trainer)(options, ranks, corpus)
     if options.resume is not None:
-        folder = _resume(trainer, path, console)
-    summary.opening(console, options, ranks, corpus)
+        folder = _resume(trainer, path)
+    if ranks.first:
+        summary.opening(options, ranks, corpus)
     forecast = trainer.forecast() if options.uses_tiers else None
-    if forecast is not None:
-        console.print(f"forecast: {forecast}", highlight=False, soft_wrap=True)
-    before, steps = _train(trainer, folder, console, path / CHECKPOINTS)
+    if forecast is not None and ranks.first:
+        say(f"forecast: {forecast}")
+    before, steps = _train(trainer, folder, path / CHECKPOINTS)
     report = zs.report(trainer.model)
     activations = zs.activation_report(trainer.model) if options.checkpoints else None
     after = trainer.held_out_loss(overlap=True)
@@ -104,7 +105,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
         return
     steps = steps or _steps_of(folder.records)
     baselines = compressed_bits_per_byte(trainer.held_out)
-    folder.write_json("config.json", {"model": options.model_config().to_dict(), "training": options.to_dict()})
+    folder.write_json(CONFIG, {"model": options.model_config().to_dict(), "training": options.to_dict()})
     scores = {"before_training": before, "compressors": baselines, "after_training": after}
     outcome = summary.Outcome(
         scores, steps[-1], trainer.step_traffic, trainer.step_moved, forecast, median_seconds(steps), activations, options, text
@@ -113,7 +114,7 @@ def run(options: TrainOptions, ranks: Ranks) -> None:
     folder.write_plot(baselines)
     folder.write_json(REPORT, {**report.to_dict(), **outcome.facts(report)})  # last: see `RunFolder.finished`
     folder.close()
-    summary.closing(console, folder, report, outcome)
+    summary.closing(folder, report, outcome)
 
 
 def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
@@ -136,7 +137,8 @@ def _prepare(options: TrainOptions, ranks: Ranks) -> Corpus:
         error = str(found)
     except (ValueError, OSError) as found:  # of read_corpus
         error = f"--{found}" if isinstance(found, ValueError) else f"--data: {found}"
-    ranks.agree("text of --data", corpus and corpus.digest, error)
+    ranks.agree("text of --data", corpus.digest if corpus is not None else None, error)
+    assert corpus is not None, "else there is an error, which all raise"
     return corpus
 
 
@@ -155,7 +157,7 @@ def _open_folder(options: TrainOptions, ranks: Ranks) -> tuple[RunFolder | None,
     return folder, Path(ranks.of_first(str(path.absolute()) if path is not None else None))
 
 
-def _resume(trainer: Trainer, path: Path, console: Console) -> RunFolder | None:
+def _resume(trainer: Trainer, path: Path) -> RunFolder | None:
     """Go on with a run's newest checkpoint, or from its beginning where there is none yet; rank 0's folder (collective).
 
     Raises UsageError. A run that took all its steps, but was ended before its results were written, gets them.
@@ -175,21 +177,23 @@ def _resume(trainer: Trainer, path: Path, console: Console) -> RunFolder | None:
         except UsageError as problem:
             error = str(problem)
     trainer.ranks.agree("--resume", None, error)
-    if found is None:
-        console.print(f"nothing to resume from in {path} yet: from the beginning", highlight=False, soft_wrap=True)
+    if not trainer.ranks.first:
         return folder
-    console.print(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training", highlight=False)
+    if found is None:
+        say(f"nothing to resume from in {path} yet: from the beginning")
+        return folder
+    say(f"resumed from {found}: {trainer.step} steps, {trainer.seconds:.0f} s of training")
     if trainer.complete:
-        console.print("all steps have been taken: the results are written")
+        say("all steps have been taken: the results are written")
     return folder
 
 
-def _train(trainer: Trainer, folder: RunFolder | None, console: Console, checkpoints: Path) -> tuple[float, list[StepResult]]:
+def _train(trainer: Trainer, folder: RunFolder | None, checkpoints: Path) -> tuple[float, list[StepResult]]:
     """The run itself; returns bits per byte of the held-out text before it, and all steps."""
     options, results, saving = trainer.options, [], None
     before = _held_out_before(trainer, folder)
-    tokens_per_step = options.batch * options.seq
-    with TrainingProgress(console) as progress:
+    tokens_per_step = options.global_batch * options.seq
+    with TrainingProgress(trainer.ranks.first) as progress:
         progress.note(f"held-out text before training: {before:.3f} bits per byte")
         for result in trainer.steps():
             results.append(result)

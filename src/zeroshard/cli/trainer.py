@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ import zeroshard as zs
 from ..config import Tier
 from ..data.text import Batches, Corpus, held_out_windows
 from ..measure.forecast import Forecast, forecast
+from ..memory.host_memory import resident_nbytes
 from ..models import GPT
 from .arguments import UsageError
 from .options import OFFLOAD_PATH, TrainOptions
@@ -33,7 +34,7 @@ from .ranks import Ranks
 WARMUP_FRACTION = 0.05  # of the run
 DECAY_FRACTION = 0.6  # of the run: the learning rate falls in a straight line to (nearly) zero
 FINAL_LR_FRACTION = 0.02
-SAME_WHEN_RESUMED = ("seed", "batch", "seq")  # options that say which text a step reads
+SAME_WHEN_RESUMED = ("seed", "global_batch", "seq")  # options that say which text a step reads
 EVAL_ROWS = 16  # sequences of one forward pass without gradients
 
 
@@ -52,7 +53,7 @@ class StepResult:
     memory_nbytes: tuple[int, ...]  # (world_size,) resident memory (CPU) or allocated memory (GPU) of each rank
 
 
-def build(options: TrainOptions, ranks: Ranks) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(options: TrainOptions, ranks: Ranks) -> tuple[GPT, torch.optim.Optimizer]:
     """The sharded model and optimizer. The same seed gives every rank the same weights."""
     torch.manual_seed(options.seed)
     config = options.sharding()
@@ -106,13 +107,12 @@ class Trainer:
 
     def __init__(self, options: TrainOptions, ranks: Ranks, corpus: Corpus) -> None:
         self.options, self.ranks = options, ranks
-        self.batches = Batches(corpus.train, options.seq, options.batch, options.seed)
+        self.batches = Batches(corpus.train, options.seq, options.global_batch, options.seed)
         self.step, self.seconds = 0, 0.0  # done so far, by rank 0's clock
         self.identity = {"corpus": corpus.digest, **{name: getattr(options, name) for name in SAME_WHEN_RESUMED}}
         self.held_out = corpus.held_out[: options.eval_bytes]
         self.step_traffic, self.step_moved = {}, {}
         self.model, self.optimizer = self._build()
-        self.process = psutil.Process()
 
     @property
     def data_place(self) -> int:
@@ -141,7 +141,7 @@ class Trainer:
             beat = self.ranks.gather(loss, self._memory_nbytes(), time.monotonic() - started)  # (world, 3)
             seconds = float(beat[0, 2])
             self.step, self.seconds, fraction = step, seconds, self._fraction(step, seconds)
-            record = self.optimizer.last_step
+            record = self.optimizer.last_step  # type: ignore[attr-defined]  # of a sharded one
             memory_nbytes = tuple(int(nbytes) for nbytes in beat[:, 1])
             mean = float(beat[:, 0].mean())
             yield StepResult(
@@ -227,7 +227,7 @@ class Trainer:
     def _memory_nbytes(self) -> int:
         if self.ranks.device.type == "cuda":
             return torch.cuda.memory_allocated(self.ranks.device)
-        return self.process.memory_info().rss
+        return resident_nbytes()
 
     @torch.no_grad()
     def held_out_loss(self, *, overlap: bool = False) -> float:
@@ -264,7 +264,8 @@ class Trainer:
         tokens = torch.tensor([list(prompt.encode())], device=self.ranks.device)  # (1, prompt)
         generator = torch.Generator().manual_seed(self.options.seed)
         self.model.eval()
-        written = self.model.generate(tokens, self.options.sample_bytes, temperature=0.8, top_k=40, generator=generator)
+        gpt: Any = self.model
+        written = gpt.generate(tokens, self.options.sample_bytes, temperature=0.8, top_k=40, generator=generator)
         self.model.train()
         text = bytes(written[0].tolist()).decode("utf-8", errors="replace")
         return "".join(c for c in text if c.isprintable() or c in "\n\t")

@@ -3,7 +3,7 @@
     ... 2 s: dry run of rank 0: forward, blocks.12
     ... 5 s: 24,000 layouts looked at
 
-A thread of its own prints what was told last, so that a long silence of the work is no silence of the command.
+With --quiet there is none. A thread of its own prints what was told last, so that a long silence of the work is no silence of the command.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 
 from ..planner.recorder import telling
+from .arguments import quiet
 
 _FIRST_S, _EVERY_S = 1.0, 3.0
 
@@ -32,10 +33,12 @@ def working(what: str) -> Iterator[None]:
 
     thread = threading.Thread(target=show, name="progress", daemon=True)
     token = telling.set(lambda text: told.__setitem__(0, text))
-    thread.start()
+    if not quiet():
+        thread.start()
     try:
         yield
     finally:
         telling.reset(token)
         over.set()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()

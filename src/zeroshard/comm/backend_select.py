@@ -18,6 +18,7 @@ import secrets
 import sys
 import threading
 import weakref
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -235,7 +236,7 @@ def _hook_failures() -> None:
         return
     previous = sys.excepthook
 
-    def hook(kind, error, trace) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         announce(error)
         previous(kind, error, trace)
 
@@ -270,9 +271,10 @@ def _end_groups() -> None:
     interpreter meanwhile.
     """
     _by_group.clear()
-    if _hooked and dist.is_available() and dist.is_initialized():
-        if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
-            dist.destroy_process_group()
+    if not (_hooked and dist.is_available() and dist.is_initialized()):
+        return
+    if {pair.rpartition(":")[2] for pair in dist.get_backend_config().split(",")} == {"gloo"}:
+        dist.destroy_process_group()
 
 
 atexit.register(_end_groups)  # registered with the first import, it runs after what was registered later

@@ -47,7 +47,7 @@ class Region:
 
     tensor: Tensor
     shards: list[Tensor | None] = field(default_factory=list)
-    wholes: list[Tensor] = field(default_factory=list)
+    wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
     number: int = 0  # of this region, the same on every rank (staging: which of several alike ones this is), and
     siblings: Callable[[int], Region] | None = None  # the others: peers may be using another one of them
@@ -375,6 +375,9 @@ class Comm(ABC):
             while not done():
                 self.poll()
                 time.sleep(_PAUSE_S)
+
+    def join(self, local: Any) -> None:
+        """From now on who waits here goes on with what ranks of the same host wait for in `local`, and the other way round."""
 
     def poll(self) -> None:
         """Let work under way progress, without blocking."""

@@ -219,12 +219,13 @@ def _tensor(dtype: torch.dtype, shape: tuple[int, ...], raw: bytes) -> Tensor:
 
 
 def _error(name: str, text: str, fields: dict[str, Any]) -> BaseException:
-    kind = base = _error_kinds().get(name)
+    kind = _error_kinds().get(name)
     if kind is None or not all(type(key) is str for key in fields):
         raise ValueError(f"no error {name!r:.40}")
+    base: Any = kind
     while base.__module__ != "builtins":  # the class that knows how to make one
         base = base.__base__
-    error = base.__new__(kind)
+    error: BaseException = base.__new__(kind)
     error.args = (str(text),)
     if isinstance(error, OSError):
         for key in _OS_FIELDS:

@@ -24,10 +24,14 @@ class Waiting(Protocol):
 
     rank: int
     world_size: int
-    ranks: list[int]
     stall_timeout_s: float
-    progress: Progress
     desk: Desk
+
+    @property
+    def ranks(self) -> list[int]: ...
+
+    @property
+    def progress(self) -> Progress: ...
 
 
 def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:

@@ -62,7 +62,7 @@ class Imagination:
     watcher: Watcher = field(default_factory=Watcher)
 
 
-imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagination())
+imagination: ContextVar[Imagination] = ContextVar("imagination", default=Imagination())  # noqa: B039  # it is frozen
 
 
 class _Watched(Work):

@@ -169,8 +169,7 @@ def describe(waited_s: float, reports: Mapping[int, Report | str], hint: str) ->
     head = f"no progress for {waited_s:.0f} s: " + "; ".join(places) + (f"; step {next(iter(steps))}" if one else "")
     last = [f"{_ranks(each)}: {text}" for text, each in _alike(list(told), lambda rank: _collectives(told[rank]))]
     parts = [f"{head}. {hint} Last collectives: {'; '.join(last)}."]
-    for rank in busy:
-        parts.append(f"The Python stack of rank {rank}, which computes or sleeps:\n{told[rank].stack.rstrip()}\n")
+    parts += [f"The Python stack of rank {rank}, which computes or sleeps:\n{told[rank].stack.rstrip()}\n" for rank in busy]
     return "\n".join(parts)
 
 

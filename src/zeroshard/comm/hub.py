@@ -96,8 +96,9 @@ class Hub:
         self._lost: dict[int, str] = {}
         self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
         self._closed = False
-        threads = isinstance(transport, ThreadTransport)
-        self.desk: Desk = ThreadDesk(transport.world.boards, progress) if threads else Desk()  # processes: see `backend_select`
+        self.desk = Desk()  # processes: see `backend_select`
+        if isinstance(transport, ThreadTransport):
+            self.desk = ThreadDesk(transport.world.boards, progress)
 
     def meet(
         self, tag: tuple, number: int, peers: Collection[int], label: str, compute: Callable[[dict[int, int]], Any]

@@ -131,7 +131,7 @@ class _Explained:
             raise self._known(self.comm.desk.told)
         self.comm.progress.wait(self.label)
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):
             self.comm.progress.awake()
         if not isinstance(error, RuntimeError) or isinstance(error, ZeroshardError):
@@ -190,7 +190,7 @@ class DistComm(Comm):
         self._ranks = dist.get_process_group_ranks(group) if group is not None else list(range(self.world_size))
         self.desk = Desk()
         self._parent: DistComm | None = None  # of a subgroup
-        self._subgroups: dict[tuple[tuple[int, ...], ...], DistComm] = {}  # by the parts that were asked for
+        self._subgroups: dict[tuple[object, ...], DistComm] = {}  # by the parts that were asked for
         self._timeout = datetime.timedelta(seconds=stall_timeout_s)
         # a group of its own: its messages never mix with those of the user's collectives
         local = group is not None  # a subgroup: ranks outside of it are not here to take part
@@ -248,6 +248,7 @@ class DistComm(Comm):
 
     def _local_part(self, parts: Sequence[Sequence[int]]) -> Comm | None:
         """Of the ranks of this host, those that are in this rank's part; None where it is alone."""
+        assert self.local is not None
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         near = [[here.index(rank) for rank in part if rank in here] for part in parts]
         local = self.local.subgroup([part for part in near if part], apart=True)

@@ -113,7 +113,8 @@ class _Caller:
     """Somebody of this user who has come in. peer: the rank that it has proved to be."""
 
     def __init__(self, sock: socket.socket, rank: int, secret: bytes, expected: list[int]) -> None:
-        self.sock, self.peer, self.until = sock, None, time.monotonic() + _PATIENCE_S
+        self.sock, self.until = sock, time.monotonic() + _PATIENCE_S
+        self.peer: int | None = None
         self._rank, self._secret, self._expected = rank, secret, expected
         self._received = b""
         self._needs = _RANK.size + _NUMBER_NBYTES

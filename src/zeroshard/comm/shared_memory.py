@@ -73,7 +73,7 @@ class SharedComm(Comm):
         self.hub.stall_timeout_s = seconds
 
     @property
-    def pending(self) -> Pending:  # type: ignore[override]
+    def pending(self) -> Pending:
         return self.hub.pending
 
     @pending.setter
@@ -98,7 +98,7 @@ class SharedComm(Comm):
         memory = self._open_all(handle, mine)
         wholes = [part.view(dtype) for part in memory]
         shards = [part.view(self.world_size, -1)[peer] if whole else part for peer, part in enumerate(wholes)]
-        return Region(wholes[self.rank], list(shards), wholes if whole else [])
+        return Region(wholes[self.rank], list(shards), list(wholes) if whole else [])
 
     def allocate_common(self, numel: int, dtype: torch.dtype) -> Region | None:
         self.fence.writing = True
@@ -113,7 +113,7 @@ class SharedComm(Comm):
             self.transport.forget(handle)
         return Region(tensor, list(tensor.view(self.world_size, -1).unbind(0)), [tensor] * self.world_size, common=True)
 
-    def _open_all(self, handle: object, mine: Tensor) -> list[Tensor]:
+    def _open_all(self, handle: Any, mine: Tensor) -> list[Tensor]:
         handles = self._exchange(handle, "allocate")
         memory = [mine if peer == self.rank else self.transport.open(other) for peer, other in enumerate(handles)]
         self._exchange(None, "memory opened")
@@ -129,7 +129,9 @@ class SharedComm(Comm):
 
             def copy(numbers: dict[int, int]) -> None:
                 for rank, member in enumerate(self.members):
-                    rows[rank].copy_(self._numbered(source, numbers[member]).shards[rank])
+                    shard = self._numbered(source, numbers[member]).shards[rank]
+                    assert shard is not None
+                    rows[rank].copy_(shard)
 
             work: Work = self.hub.meet(("gather", tag, *self._name), source.number, self.members, label, copy)
         else:
@@ -148,8 +150,8 @@ class SharedComm(Comm):
         begin = self.rank * numel
 
         def compute(numbers: dict[int, int]) -> Outcome | None:
-            regions = [self._numbered(source, numbers[member]) for member in self.members]
-            return combine([region.wholes[rank][begin : begin + numel] for rank, region in enumerate(regions)])
+            wholes = [self._numbered(source, numbers[member]).wholes[rank] for rank, member in enumerate(self.members)]
+            return combine([whole[begin : begin + numel] for whole in wholes if whole is not None])
 
         work = self.hub.meet(("reduce", tag, *self._name), source.number, self.members, label, compute)
         work.sent = self.sent(numel * source.tensor.itemsize)

@@ -25,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable
 from errno import errorcode
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,10 @@ class Transport(ABC):
         """New zeroed memory (nbytes,) uint8 and a handle by which peers can open it."""
 
     @abstractmethod
-    def open(self, handle: object) -> Tensor:
+    def open(self, handle: Any) -> Tensor:
         """A peer's memory (nbytes,) uint8, shared."""
 
-    def forget(self, handle: object) -> None:
+    def forget(self, handle: Any) -> None:
         """All peers have opened it: the handle may go (the memory stays)."""
 
     def close(self) -> None:
@@ -120,11 +121,11 @@ class ThreadTransport(Transport):
         self.world.memory[key] = tensor
         return tensor, key
 
-    def open(self, handle: object) -> Tensor:
-        return self.world.memory[handle]  # type: ignore[index]
+    def open(self, handle: Any) -> Tensor:
+        return self.world.memory[handle]
 
-    def forget(self, handle: object) -> None:
-        self.world.memory.pop(handle, None)  # type: ignore[arg-type]
+    def forget(self, handle: Any) -> None:
+        self.world.memory.pop(handle, None)
 
 
 def _map(descriptor: int, nbytes: int) -> Tensor:
@@ -358,16 +359,16 @@ class ProcessTransport(Transport):
             ) from None
         return _map(descriptor, nbytes), (os.getpid(), descriptor, nbytes)
 
-    def open(self, handle: object) -> Tensor:
-        pid, descriptor, nbytes = handle  # type: ignore[misc]
+    def open(self, handle: Any) -> Tensor:
+        pid, descriptor, nbytes = handle
         mine = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
         try:
             return _map(mine, nbytes)
         finally:
             os.close(mine)
 
-    def forget(self, handle: object) -> None:
-        os.close(handle[1])  # type: ignore[index]
+    def forget(self, handle: Any) -> None:
+        os.close(handle[1])
 
     def close(self) -> None:
         deadline = time.monotonic() + 1.0

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -66,7 +66,12 @@ class _Peer:
     def __init__(self, runtime: Runtime) -> None:
         self.runtime, self.attendance = runtime, runtime.attendance
         self.core: OptimizerCore | None = runtime.optimizer.core if runtime.optimizer is not None else None
-        self.events = {"gather": self._gather, "reduce": self._reduce, "clip": self._clip, "step": self._step}
+        self.events: dict[str, Callable[[Any], None]] = {
+            "gather": self._gather,
+            "reduce": self._reduce,
+            "clip": self._clip,
+            "step": self._step,
+        }
 
     def serve(self) -> None:
         """Return when all ranks have ended."""

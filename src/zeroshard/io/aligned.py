@@ -57,11 +57,9 @@ def empty_aligned(nbytes: int, *, pin: bool = False) -> Tensor:
     room = _TOGETHER * ALIGN if nbytes >= _HUGE_NBYTES else 0  # taken from the address space alone
     memory = _Mapping(-1, max(nbytes, 1) + room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             # fewer page faults, and fewer segments in a transfer: 2.1 GB/s written and 1.6 read, 1.7 and 1.2 without
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages
-            pass
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     if pin and torch.cuda.is_available():
         memory.pin(whole)

@@ -585,7 +585,7 @@ def _stop(tasks: Tasks, threads: int) -> None:
 
 
 def _after_fork() -> None:
-    _locks.__init__()
+    _locks.__init__()  # type: ignore[misc]  # new locks in the same object
     for engine in list(_engines):
         engine._forget_threads()
 

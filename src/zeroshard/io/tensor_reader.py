@@ -137,11 +137,11 @@ class StoredBoxes(Stored):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stretches: list[tuple[int, int, int, StoredTensor]]
+    stretches: list[tuple[int, int, int, Stored]]
     starts: list[int] = field(repr=False)
 
     @classmethod
-    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, StoredTensor]]) -> StoredBoxes:
+    def of(cls, dtype: torch.dtype, shape: Sequence[int], boxes: Sequence[tuple[Box, Stored]]) -> StoredBoxes:
         """From where each box is stored."""
         stretches = [(at, within, count, at_rest) for box, at_rest in boxes for at, within, count in box.rows(shape) if count]
         stretches.sort(key=lambda stretch: stretch[0])
@@ -186,11 +186,11 @@ class StoredPart(Stored):
     part: Part
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.whole.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self.part.extents
 
     def _parts(self, start: int, out: Tensor) -> Iterator[Stretch]:

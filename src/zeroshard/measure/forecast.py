@@ -37,9 +37,12 @@ HOST_STEP, DISK, DISK_BESIDE = "host step", "disk", "disk while the host steps"
 class Forecast:
     """Seconds of one optimizer step on the slowest rank, and what they consist of.
 
-    rates: what was measured on each rank while all did, bytes per second by link, and parameters per second of the host's
-    step. seconds: by resource, if each worked alone. step_seconds: predicted. bound: the resource that takes longest. host: the
-    threads and cores with which the host steps.
+    Attributes:
+        rates: measured on each rank while all ranks worked: bytes per second by link, parameters per second of the host's step.
+        seconds: what each resource would take if it worked alone.
+        step_seconds: the prediction for one step.
+        bound: the resource that takes longest.
+        host: the threads and cores with which the host steps.
     """
 
     rates: dict[str, float]
@@ -148,7 +151,7 @@ def _room(runtime: Runtime) -> int:
     for run in _offloaded_runs(runtime):
         moved = step_itemsizes(runtime, run.group)
         reads, writes = moved.get((Tier.DISK, Tier.HOST), 0), moved.get((Tier.HOST, Tier.DISK), 0)
-        gradient = run.group.grads.rest
+        gradient = run.group.gradients.rest
         early = reads - (gradient.dtype.itemsize if gradient.tier is Tier.DISK else 0)
         count = max(-(-run.numel * max(reads, writes) // offload.buffer_nbytes), 1)
         slabs += [tuple(run.numel // count * each for each in (early, max(reads, writes), writes))] * count

@@ -46,7 +46,7 @@ class Rehearsal:
     def __init__(self, core: OptimizerCore, run: Run, options: dict, accumulate: int = 1) -> None:
         """options: of the run's optimizer group. accumulate: backwards of a step."""
         self.inner, self.options = inner_copy(core.inner), dict(options)
-        stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.grads
+        stepped, values, grads = run.group.masters.stepped, run.group.values, run.group.gradients
         numel = min(_NUMEL, max(run.numel, 1 << 16))
         self.param = torch.zeros(numel, dtype=stepped.dtype, device="cpu")
         # what is not added to anything stays as it was sent

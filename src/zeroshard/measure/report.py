@@ -6,7 +6,7 @@ Formulas (ZeRO, arXiv 1910.02054, sections 5 and 7; N ranks, Psi parameters, p, 
     gradients         g Psi, sharded g Psi / N
     optimizer states  K Psi, sharded K Psi / N        K counts fp32 masters (4) where there are any, and moments
     sent per step     stages 0, 1, 2: 2 Psi (N-1)/N elements; stage 3: 3 Psi (N-1)/N
-                      in two hops, in groups or packed: docs/communication.md
+                      in two hops, in groups or packed: docs/learn/network.md
     moved per step    between tiers, of each state that rests away from who uses it, Psi / N elements a time: parameters
                       2 p to be gathered, and written by the step; gradients g out and in; states and masters K in and out
 """
@@ -40,15 +40,26 @@ STATES = (PARAMETERS, GRADIENTS, OPTIMIZER)
 
 @dataclass(frozen=True)
 class Report:
-    """What zeroshard holds and has sent on this rank. All sizes in bytes.
+    """What this rank holds and has sent. All sizes are bytes; `print` shows them as a table (docs/start/report.md explains it).
 
-    at_rest: measured now; formula: closed formula of the stage; ddp: what plain data parallelism keeps; all by model
-    state. elsewhere: what of it (and of staging) is on the host or on disk. peak: highest so far on the device, by
-    category. secondary: bytes of secondary shards (hpZ); lost: of what packing gradients has lost and error feedback
-    keeps. compression_errors: of packed collectives by unit, relative to what was packed, when last looked at. moved: so
-    far between tiers, without what was read ahead for the next step; theory_moved_per_step: by one backward and step, by
-    formula. communication: totals by kind. *_nbytes_per_step: sent by one rank; between: of them, to other nodes.
-    numbers: the dtypes that parameters have, which the precision alone does not tell.
+    Attributes:
+        at_rest: held now, by model state.
+        formula: what the stage should leave on a rank, by model state.
+        ddp: what plain data parallelism keeps on a rank, by model state.
+        peak: the most that the device has held so far, by category.
+        elsewhere: what of `at_rest`, and of staging, is on the host or on disk.
+        moved: copied between tiers so far, by link, without what was read ahead for the next step.
+        theory_moved_per_step: what one backward and step move, by link and by formula.
+        communication: number and bytes of the collectives so far, by kind.
+        theory_nbytes_per_step: what this rank sends in a step, by formula.
+        measured_nbytes_per_step: what this rank has sent in a step.
+        theory_between_nbytes_per_step: the part of it that goes to other nodes, by formula.
+        measured_between_nbytes_per_step: the part of it that went to other nodes.
+        secondary: secondary shards (hpZ).
+        lost: what packing gradients has lost and error feedback keeps.
+        compression_errors: relative error of what was packed, by unit, when it was last looked at.
+        numbers: the dtypes of the parameters.
+        deviations: sentences on options that have no effect in this run.
     """
 
     stage: int
@@ -86,8 +97,7 @@ class Report:
             f"{self.num_parameters:,} parameters in {self.units} units, {self.steps} steps"
         )
         lines = [head, f"{'bytes per rank':<20}{'measured':>16}{'formula':>16}{'plain DP':>16}"]
-        for state in STATES:
-            lines.append(f"{state:<20}{self.at_rest[state]:>16,}{self.formula[state]:>16,}{self.ddp[state]:>16,}")
+        lines += [f"{name:<20}{self.at_rest[name]:>16,}{self.formula[name]:>16,}{self.ddp[name]:>16,}" for name in STATES]
         totals = [sum(part.values()) for part in (self.at_rest, self.formula, self.ddp)]
         lines.append(f"{'total':<20}{totals[0]:>16,}{totals[1]:>16,}{totals[2]:>16,}")
         lines += [f"peak {name}: {nbytes:,}" for name, nbytes in self.peak.items() if nbytes]

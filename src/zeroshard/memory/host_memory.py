@@ -146,6 +146,15 @@ def _address_space_left() -> int | None:
     return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
 
 
+def resident_nbytes() -> int:
+    """Bytes of this process that are in memory now; where the system does not tell, the most that there ever were."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if resource is not None else 0
+        return peak if platform.system() == "Darwin" else peak << 10  # macOS counts bytes, others KiB
+
+
 def _own_groups(root: str) -> list[Path]:
     """Where the control group of this process may be found, and those around it: inside a container its own is the root."""
     base, found = Path("/sys/fs/cgroup") / root, [Path("/sys/fs/cgroup") / root]

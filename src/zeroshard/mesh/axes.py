@@ -47,7 +47,7 @@ class Axes:
         if self.places is None:
             return world, world, world
         control = world.subgroup(self.places, apart=True)
-        peers = world if len(self.stages or ()) < 2 else world.subgroup(self.stages, apart=True)
+        peers = world if self.stages is None or len(self.stages) < 2 else world.subgroup(self.stages, apart=True)
         return control, peers, world
 
     def counts(self, distribution: Distribution | None) -> bool:
@@ -148,5 +148,6 @@ def _split(mesh: DeviceMesh, model: list[str]) -> Axes:
         others = [names.index(name) for name in names if name != "pp"]
         stages = ranks.permute(names.index("pp"), *others).reshape(ranks.shape[names.index("pp")], -1).sort(dim=1).values.tolist()
     coordinate = mesh.get_coordinate()
+    assert coordinate is not None
     copies = frozenset(name for name in model if name != "pp" and coordinate[names.index(name)] > 0)
     return Axes(choice, places, stages, parts, copies)

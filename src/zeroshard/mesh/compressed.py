@@ -86,6 +86,10 @@ class _Compressed(Wrapper):
         assert self._pool is not None
         return self._pool.take(numel, torch.uint8, whole=whole)
 
+    def _give(self, slot: int, work: Work) -> None:
+        assert self._pool is not None
+        self._pool.give(slot, work)
+
 
 class CompressedGathers(_Compressed):
     """Gathers are packed. precise: of a region's number, the shard as exactly as it is held, where that is more than its values."""
@@ -129,7 +133,7 @@ class CompressedGathers(_Compressed):
             assert values is not None
             self._pack(values, region.tensor[: self.codec.packed_nbytes(numel)], label)
             work = self.comm.gather(packed, region, label, tag=number)
-            self._pool.give(slot, work)
+            self._give(slot, work)
         return _Unpacked(work, lambda: self._unpack(packed, full))
 
     def _unpack(self, packed: Tensor, full: Tensor) -> None:
@@ -205,7 +209,7 @@ class CompressedReductions(_Compressed):
         work = self.comm.collect(region, combine, tag=tag, label=label)
         if self.imagined:  # the sum of what comes, which no peer has sent
             self.streams.packed(region.tensor.nbytes + out.nbytes)
-        self._pool.give(slot, work)
+        self._give(slot, work)
         return work
 
     def needed(self, values: Sequence[Reserved], slices: Sequence[Reserved]) -> int:

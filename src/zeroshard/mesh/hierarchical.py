@@ -84,7 +84,7 @@ class HierarchicalComm(Wrapper):
             wholes = [region.wholes[r] for r in self._order] if whole and region.wholes else []
             return self._region(region, [region.shards[r] for r in self._order], wholes, whole)
         region = self.inner.allocate(numel, dtype, whole=whole)
-        mine: dict[int, Tensor] = dict(zip(self._near, region.wholes if whole else region.shards, strict=False))
+        mine: dict[int, Tensor | None] = dict(zip(self._near, region.wholes if whole else region.shards, strict=False))
         everyone = [mine.get(rank) for rank in range(self.world_size)]
         return self._region(region, everyone, everyone if whole and region.wholes else [], whole)
 
@@ -151,8 +151,8 @@ class HierarchicalComm(Wrapper):
         self._rows = StagingPool(self.inner, self.ledger, self._rows_nbytes, *buffers(self._num_rows), passing=True)
 
     def _sums_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        packed = self.sums is not None and (self.inner.packs or self.outer.packs)
-        return torch.promote_types(self.sums, dtype) if packed else dtype
+        packed = self.inner.packs or self.outer.packs
+        return torch.promote_types(self.sums, dtype) if packed and self.sums is not None else dtype
 
     def forget(self) -> None:
         self.inner.forget()
@@ -204,8 +204,9 @@ class HierarchicalComm(Wrapper):
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         numel, dtype = out.numel() * self.outer.world_size, self._sums_dtype(source.tensor.dtype)
-        assert self._sums is not None
-        slot, sums = self._sums.take(numel, dtype)
+        pool = self._sums
+        assert pool is not None
+        slot, sums = pool.take(numel, dtype)
         share = exact_share(self.inner.world_size)
         first = self.inner.reduce(
             self._part(source, self._near), sums.tensor, scale=share, accumulate=False, tag=tag, label=label
@@ -213,7 +214,7 @@ class HierarchicalComm(Wrapper):
 
         def between() -> Work:
             work = self.outer.reduce(sums, out, scale=scale / share, accumulate=accumulate, tag=tag, label=label)
-            self._sums.give(slot, work)
+            pool.give(slot, work)
             return work
 
         return Hops(self.comm, first, between, self.volume("reduce", out.numel(), source.tensor.dtype), label)

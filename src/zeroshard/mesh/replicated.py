@@ -69,14 +69,16 @@ class ReplicatedComm(Wrapper):
 
     def reduce(self, source: Region, out: Tensor, *, scale: float, accumulate: bool, tag: int, label: str) -> Work:
         numel, sent = out.numel(), source.tensor.dtype
-        assert self._sums is not None
-        slot, sums = self._sums.take(round_up(numel, self.replicas), sent)
+        pool = self._sums
+        assert pool is not None
+        slot, sums = pool.take(round_up(numel, self.replicas), sent)
         share = exact_share(self.world_size)
         first = self.comm.reduce(source, sums.tensor[:numel], scale=share, accumulate=False, tag=tag, label=label)
 
         def across() -> Work:
             sums.tensor[numel:].zero_()
             part = sums.shards[self.outer.rank]
+            assert part is not None
             work = self.outer.reduce(sums, part, scale=scale / share, accumulate=False, tag=tag, label=label)
             return Hops(self, work, copy, Sent(), label)
 
@@ -87,7 +89,7 @@ class ReplicatedComm(Wrapper):
         def fill(work: Work) -> Work:
             total = sums.tensor[:numel]
             out.add_(total) if accumulate else out.copy_(total)
-            self._sums.give(slot, work)
+            pool.give(slot, work)
             return Work()
 
         return Hops(self, first, across, self.volume("reduce", numel, sent), label)

@@ -49,13 +49,12 @@ class Topology:
     sent: Compression | None = None
     errors: Errors = field(default_factory=Errors)
     notes: list[str] = field(default_factory=list)
-    peers: Comm = None  # type: ignore[assignment]  # until __post_init__
-    world: Comm = None  # type: ignore[assignment]
+    peers: Comm = field(kw_only=True)
+    world: Comm = field(kw_only=True)
     places: Parts = field(default_factory=list)
     stages: Parts = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.peers, self.world = self.peers or self.control, self.world or self.control
         self.places = self.places or [list(range(self.world.world_size))]
         self.stages = self.stages or [list(range(self.world.world_size))]
 
@@ -70,16 +69,8 @@ class Topology:
     ) -> Topology:
         """One hop, nothing packed."""
         return cls(
-            comm,
-            comm,
-            comm,
-            comm,
-            comm,
-            peers=peers,
-            world=world,
-            places=places or [],
-            stages=stages or [],  # type: ignore[arg-type]
-        )
+            comm, comm, comm, comm, comm, peers=peers or comm, world=world or comm, places=places or [], stages=stages or []
+        )  # fmt: skip
 
     @property
     def place(self) -> list[int]:
@@ -116,7 +107,8 @@ class Topology:
 
     def packs(self, name: str, dim: int) -> tuple[bool, bool]:
         """Whether values and gradients of a parameter travel packed."""
-        return tuple(each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))  # type: ignore
+        values, gradients = (each is not None and not each.spares(name, dim) for each in (self.weights, self.sent))
+        return values, gradients
 
     def values_of(self, packed: bool, numel: int) -> Comm:
         """Through which values of a group travel, of which all or no parameters may be packed."""
@@ -172,7 +164,7 @@ def open_topology(
         nodes = _hosts(comm)  # over NCCL as well: gathers there go in rings, reductions from each rank straight to each
         if nodes is None and 1 < len(set(comm.nodes)) < comm.world_size:
             topology.notes.append("nodes of unequally many ranks: everything goes in one hop, to each rank by itself")
-    if groups is not None and 1 < len(groups):
+    if groups is not None and len(groups) > 1:
         _replicate(topology, config, ledger, warm, groups)
     elif nodes is not None and 1 < len(nodes) < comm.world_size:
         keep = size is not None or config.zero_hpz_partition_size > 1
@@ -213,8 +205,8 @@ def _replicate(topology: Topology, config: Config, ledger: Ledger, warm: Callabl
     shards = ReplicatedComm(inner, outer, ledger)
     topology.shards = topology.values = topology.plain_gradients = topology.gradients = shards
     if _packs_by_hop(config):
-        reduced = [_reduced(topology, comm, config, ledger, warm) for comm in (inner, outer)]
-        topology.gradients = ReplicatedComm(*reduced, ledger)
+        inside, across = (_reduced(topology, comm, config, ledger, warm) for comm in (inner, outer))
+        topology.gradients = ReplicatedComm(inside, across, ledger)
 
 
 def _in_two_hops(
@@ -227,8 +219,8 @@ def _in_two_hops(
     if keep and world.copies:
         topology.notes.append("ranks read each other's memory: a secondary shard saves nothing here")
     if _packs_by_hop(config):
-        reduced = [_reduced(topology, part, config, ledger, warm) for part in (inner, outer)]
-        topology.gradients = HierarchicalComm(world, *reduced, nodes, ledger, sums=torch.float32)
+        inside, across = (_reduced(topology, part, config, ledger, warm) for part in (inner, outer))
+        topology.gradients = HierarchicalComm(world, inside, across, nodes, ledger, sums=torch.float32)
 
 
 def _codec(compression: Compression) -> Codec:
@@ -250,7 +242,7 @@ def _skips(topology: Topology, comm: Comm, compression: Compression, what: str) 
 def _reduced(topology: Topology, comm: Comm, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> Comm:
     """A Comm whose reductions are packed, where that saves something."""
     compression = config.zero_quantized_gradients
-    assert isinstance(compression, Compression)
+    assert compression is not None
     if comm.world_size == 1 or _skips(topology, comm, compression, "gradients"):
         return comm
     topology.sent = compression
@@ -265,6 +257,7 @@ def _packs_by_hop(config: Config) -> bool:
 
 def _factorize(topology: Topology, config: Config, ledger: Ledger, warm: Callable[[int], bool]) -> None:
     compression = config.zero_quantized_gradients
+    assert compression is not None
     comm = topology.plain_gradients
     if comm.world_size * comm.replicas > 1 and not _skips(topology, topology.control, compression, "gradients"):
         topology.sent = compression
@@ -275,7 +268,6 @@ def _pack_weights(topology: Topology, config: Config, ledger: Ledger, warm: Call
     compression = config.zero_quantized_weights
     if compression is None or topology.shards.world_size == 1:
         return
-    assert isinstance(compression, Compression)
     reads = topology.shards if topology.shards.copies else topology.control  # in two hops a gather is more than a copy
     if _skips(topology, reads, compression, "parameters"):
         return

@@ -24,11 +24,11 @@ class Wrapper(Comm):
         self.replicas, self.replica = comm.replicas, comm.replica
 
     @property
-    def progress(self) -> Progress:  # type: ignore[override]
+    def progress(self) -> Progress:
         return self.comm.progress
 
     @property
-    def pending(self) -> Pending:  # type: ignore[override]
+    def pending(self) -> Pending:
         return self.comm.pending
 
     @property

@@ -185,7 +185,7 @@ class GPT(nn.Module):
                     nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.layers))
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=std)
-            if getattr(module, "bias", None) is not None:
+            if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -92,21 +92,22 @@ class Departure:
     def leave(self, add: bool) -> Tensor | None:
         """The reduction is over: start for the rest. On a device of its own: the sum of its squares, if nothing is added."""
         assert self._landed is not None and self._buffer is not None
-        landed, buffer = self._landed, self._buffer
+        landed, buffer, landings = self._landed, self._buffer, self.tiers.landings
+        assert landings is not None
         self._landed = self._buffer = None
         self.settle()
         if not self.tiers.separate:
             self._under_way = self._add(landed) if add else self._put(landed)
-            self.tiers.landings.give(buffer, self._under_way)
+            landings.give(buffer, self._under_way)
             return None
         if isinstance(self.rest, MemoryRest) and not add:
             self._under_way = self._send(landed)
-            self.tiers.landings.give(buffer, self._under_way)
+            landings.give(buffer, self._under_way)
         else:
             arrival = self.tiers.take_arrival()
             arrived = arrival[: landed.nbytes].view(landed.dtype)
             pending = self.tiers.copy(arrived, landed, Tier.DEVICE, Tier.HOST)
-            self.tiers.landings.give(buffer, pending)
+            landings.give(buffer, pending)
             self._arriving = (arrival, arrived, add, pending)
         dtype = torch.promote_types(landed.dtype, torch.float32)
         return None if add else torch.linalg.vector_norm(landed, dtype=dtype).double().square()
@@ -133,6 +134,7 @@ class Departure:
         self._arriving = None
         pending.wait()
         self._under_way = self._add(arrived) if add else self._put(arrived)
+        assert self.tiers.arrivals is not None
         self.tiers.arrivals.give(arrival, self._under_way)
 
     def settle(self) -> None:
@@ -145,7 +147,7 @@ class Departure:
 
     def abandon(self) -> None:
         """The backward was given up: what has landed is of no use."""
-        if self._buffer is not None:
+        if self._buffer is not None and self.tiers.landings is not None:
             self.tiers.landings.lose()  # the reduction may still be written to it: not for others
         self._buffer = self._landed = None
         self.settle()

@@ -349,6 +349,7 @@ class _Folder:
     """A swap folder with its engine, from which regions are taken one after another."""
 
     def __init__(self, offload: Offload, comm: Comm) -> None:
+        assert offload.path is not None
         self.swap = SwapFolder(offload.path, rank=comm.rank, needed_nbytes=0, any_filesystem=offload.any_filesystem)
         self.engine = Engine(checksum=offload.checksum)
         self._file: File | None = None

@@ -105,10 +105,9 @@ def _number(value: float | Tensor) -> float:
     return value.item() if isinstance(value, Tensor) else value
 
 
-class _Base:
+class _Base(Kernel):
     """What kernels share: `step` checks its tensors, counts and updates."""
 
-    columns: tuple[str, ...]
     passes = 1
 
     def step(self, param: Tensor, grad: Tensor, state: dict[str, Any], options: dict[str, Any]) -> None:
@@ -147,9 +146,9 @@ class _Adam(_Base):
         self._fused(
             [param],
             [grad],
-            columns[:1],
-            columns[1:2],
-            columns[2:],
+            list(columns[:1]),
+            list(columns[1:2]),
+            list(columns[2:]),
             [count],
             lr=_number(options["lr"]),
             beta1=_number(beta1),
@@ -181,7 +180,7 @@ class _SGD(_Base):
         torch_compat.fused_sgd_(
             [param],
             [grad],
-            columns,
+            list(columns),
             lr=_number(options["lr"]),
             momentum=options["momentum"],
             dampening=options["dampening"],
@@ -207,7 +206,7 @@ class _Adagrad(_Base):
         torch_compat.fused_adagrad_(
             [param],
             [grad],
-            columns,
+            list(columns),
             [count],
             lr=_number(options["lr"]),
             lr_decay=options["lr_decay"],
@@ -240,7 +239,7 @@ class _Lion(_Base):
         lion_update(param, grad, columns[0], options, scratch[: param.numel()])
 
 
-_KERNELS = {
+_KERNELS: dict[type, Callable[[torch.optim.Optimizer, dict[str, Any]], Kernel]] = {
     torch.optim.Adam: _Adam,
     torch.optim.AdamW: _Adam,
     torch.optim.SGD: _SGD,
@@ -249,13 +248,17 @@ _KERNELS = {
 }
 
 
+def _unwrapped(step: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    return unwrap(step) if step is not None else None
+
+
 def _stepping_class(cls: type) -> type | None:
     """The class of _KERNELS whose step a class has: itself, or the nearest that it derives from and steps as.
 
     Torch wraps `step` of each class that is built, in its own dictionary: what is compared is inside.
     """
     known = next((base for base in cls.__mro__ if base in _KERNELS), None)
-    own = [[unwrap(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
+    own = [[_unwrapped(getattr(c, name, None)) for name in torch_compat.STEP_METHODS] for c in (cls, known) if c is not None]
     return known if own[0] == own[-1] else None
 
 
@@ -265,7 +268,8 @@ def kernel_for(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Ker
     None where there is none: other classes, derived ones with a step of their own, and steps that autograd records. The
     caller then runs the optimizer's own class on chunks.
     """
-    kind = _KERNELS.get(_stepping_class(type(optimizer)))
+    stepping = _stepping_class(type(optimizer))
+    kind = _KERNELS[stepping] if stepping is not None else None
     recorded = any(isinstance(value, Tensor) and value.requires_grad for value in options.values())
     if kind is None or options.get("differentiable") or recorded:
         return None
@@ -352,8 +356,10 @@ def step_stretch(
     kernel.prepare(master, grad, state, options)
     count = kernel.count(state)
     outs = itertools.repeat(None) if out is None else out.split(chunk)
-    columns = zip(*(state[name].split(chunk) for name in kernel.columns)) if kernel.columns else itertools.repeat(())
-    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns))
+    columns = (
+        zip(*(state[name].split(chunk) for name in kernel.columns), strict=False) if kernel.columns else itertools.repeat(())
+    )
+    parts = deque(zip(master.split(chunk), grad.split(chunk), outs, columns, strict=False))
 
     def work(scratch: Tensor | None = None) -> None:
         if casts and (scratch is None or scratch.numel() < min(chunk, numel)):

@@ -14,7 +14,7 @@ def inner_copy(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     inner.__dict__.update(optimizer.__dict__)
     inner.__dict__.pop("step", None)  # a scheduler's wrapper around the outer step
     inner.state = defaultdict(dict)
-    inner.param_groups = [{k: v for k, v in group.items()} for group in optimizer.param_groups]
+    inner.param_groups = [dict(group) for group in optimizer.param_groups]
     for name in list(inner.__dict__):
         if name.endswith("_hooks"):
             inner.__dict__[name] = type(inner.__dict__[name])()  # the user's hooks belong to the outer

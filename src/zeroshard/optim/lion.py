@@ -37,11 +37,11 @@ class Lion(torch.optim.Optimizer):
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ConfigError(f"Lion: expected lr to be a number or a tensor of 1 element, got {lr.numel()} elements.")
-        if not 0.0 <= lr:
+        if not lr >= 0.0:
             raise ConfigError(f"Lion: expected lr >= 0, got {lr}.")
         if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
             raise ConfigError(f"Lion: expected betas to be two numbers in [0, 1), got {betas}.")
-        if not 0.0 <= weight_decay:
+        if not weight_decay >= 0.0:
             raise ConfigError(f"Lion: expected weight_decay >= 0, got {weight_decay}.")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 

@@ -52,9 +52,9 @@ def respect_skipped_steps() -> None:
     """Let every scheduler stand still after skipped steps of a sharded optimizer. Idempotent."""
     for name in dir(lr_scheduler):
         cls = getattr(lr_scheduler, name)
-        if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__:
-            if not getattr(cls.step, "_zeroshard", False):
-                cls.step = _standing_still(cls.step)
+        own = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in cls.__dict__
+        if own and not getattr(cls.step, "_zeroshard", False):
+            cls.step = _standing_still(cls.step)
 
 
 def _standing_still(step: Any) -> Any:

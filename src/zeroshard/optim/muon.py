@@ -63,7 +63,7 @@ class Muon(torch.optim.Optimizer):
             self.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
         names = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
         muon(
-            params, [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params], has_complex=False,
+            params, _gradients(params), [self.state[p]["momentum_buffer"] for p in params], has_complex=False,
             **{name: group[name] for name in names},
         )  # fmt: skip
 
@@ -74,12 +74,16 @@ class Muon(torch.optim.Optimizer):
         columns = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq", "step")]
         beta1, beta2 = group["betas"]
         adamw(
-            params, [p.grad for p in params], columns[0], columns[1], [], columns[2], amsgrad=False, beta1=beta1, beta2=beta2,
+            params, _gradients(params), columns[0], columns[1], [], columns[2], amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
 
 
 whole_matrix(Muon, where=lambda param, options: options["use_muon"])
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [param.grad for param in params if param.grad is not None]
 
 
 def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
@@ -100,7 +104,7 @@ def _divided(group: dict[str, Any]) -> list[tuple[bool, list[Tensor]]]:
             f"zs.Muon: {len(untold)} parameters, first of shape {tuple(untold[0].shape)}, are said to be neither for Muon nor for AdamW: "
             "give each `param.use_muon = True` (hidden matrices) or False (embeddings, heads, norms, biases), or groups a use_muon."
         )
-    kind = lambda param: bool(group["use_muon"] if "use_muon" in group else param.use_muon)  # noqa: E731
+    kind = lambda param: bool(group["use_muon"] if "use_muon" in group else param.use_muon)  # noqa: E731, SIM401
     halves = [(use_muon, [param for param in members if kind(param) is use_muon]) for use_muon in (True, False)]
     for param in halves[0][1]:
         if param.dim() != 2:

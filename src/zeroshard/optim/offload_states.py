@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from ..activation_checkpointing.checkpoint import give_back_memory
 from ..comm.codec import exchange_values
 from ..config import Offload, Tier
-from ..errors import ConfigError, OffloadIOError, ZeroshardError, did_you_mean
+from ..errors import ConfigError, OffloadIOError, did_you_mean
 from ..memory.ledger import AVERAGES, GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS
 from ..offload.moved_states import PARTS, Memory
 from ..offload.storage import MemoryRest, Rest
 from ..utils import torch_compat
 from ..utils.host import host_identity
+from ..zero.idle import check_idle
 from ..zero.runtime import Runtime, runtime_of
 
 BUFFERS = "buffers"
@@ -60,7 +61,7 @@ def offload_states(
         OffloadIOError: the disk failed: the model can not be used any more.
     """
     runtime = runtime_of(model)
-    _check_idle(runtime, "zs.offload_states")
+    check_idle(runtime, "zs.offload_states", also_moved=True)
     parts, offload = _agree(runtime, include, device, pin_memory)
     parts = [part for part in parts if part not in runtime.moved]
     if not runtime.moved.any:  # else nothing was written since that was done
@@ -99,18 +100,10 @@ def reload_states(model: nn.Module) -> None:
     runtime.comm.fence_read()
 
 
-def _check_idle(runtime: Runtime, verb: str) -> None:
-    runtime.attendance.refuse(verb)
-    runtime.tiers.check()
-    runtime.recover()
-    busy = next((unit.name for unit in runtime.units if unit.depth or unit.in_backward or unit.pinned), None)
-    if busy is not None:
-        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
-
-
 def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tuple[list[str], Offload]:
     """What to move, and where to: what every rank asks for (collective)."""
-    comm, problem, parts, offload = runtime.comm, None, [], Offload()
+    comm, parts, offload = runtime.comm, list[str](), Offload()
+    problem: Exception | None = None
     try:
         parts = _parts(include)
         offload = _offload(runtime, device, pin_memory)
@@ -118,9 +111,9 @@ def _agree(runtime: Runtime, include: Any, device: Any, pin_memory: bool) -> tup
     except (ConfigError, OSError) as error:
         problem = error
     everyone = exchange_values(comm, (problem, parts, offload.device), "zs.offload_states: begin")
-    for error, theirs, where in everyone:
-        if error is not None:
-            raise error
+    for told, theirs, where in everyone:
+        if told is not None:
+            raise told
         if (theirs, where) != everyone[0][1:]:
             raise ConfigError(f"zs.offload_states: ranks call it differently: {everyone[0][1:]} and {(theirs, where)}.")
     return parts, offload
@@ -164,16 +157,18 @@ def _check_space(runtime: Runtime, memories: list[Memory], offload: Offload) -> 
     """Raise on every rank where the folder's disk is too small for the ranks of a host (collective)."""
     if offload.tier is not Tier.DISK:
         return
-    problem, host = None, host_identity()
+    host, folder = host_identity(), offload.path
+    problem: Exception | None = None
+    assert folder is not None
     everyone = exchange_values(runtime.comm, (host, runtime.moved.needed(memories, offload)), "zs.offload_states: space")
-    on_host = [{offload.path: nbytes} for other, nbytes in everyone if other == host]
+    on_host = [{folder: nbytes} for other, nbytes in everyone if other == host]
     try:
-        runtime.tiers.check_space({offload.path: everyone[runtime.comm.rank][1]}, on_host)  # type: ignore[dict-item,list-item]
+        runtime.tiers.check_space({folder: everyone[runtime.comm.rank][1]}, on_host)
     except (ConfigError, OSError, OffloadIOError) as error:
         problem = error
-    for error in exchange_values(runtime.comm, problem, "zs.offload_states: room"):
-        if error is not None:
-            raise error
+    for told in exchange_values(runtime.comm, problem, "zs.offload_states: room"):
+        if told is not None:
+            raise told
 
 
 # -- what there is -------------------------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def _device_states(runtime: Runtime) -> list[Tensor]:
     """The states that the inner optimizer keeps, each memory once: those of runs that were one are views of one."""
     runs = [run for runs in runtime.optimizer.core.runs for run in runs] if runtime.optimizer is not None else []
     states = [value for run in runs if run.tensor is not None for value in run.states.load().values() if run.holds(value)]
-    whole = {}
+    whole: dict[int, Tensor] = {}
     for state in states:
         whole.setdefault(torch_compat.storage_id(state.untyped_storage()), state.new_empty(0).set_(state.untyped_storage()))
     return [tensor for tensor in whole.values() if tensor.numel()]

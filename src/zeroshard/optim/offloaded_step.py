@@ -392,7 +392,7 @@ class HostStepper:
 
     def _run_class(self, slab: Slab, scalars: dict[str, Any]) -> dict[str, Any]:
         """Step with the optimizer's own class, chunk by chunk; the last chunk's states."""
-        job, state = slab.job, {}
+        job, state = slab.job, dict[str, Any]()
         numel = slab.end - slab.begin
         chunk = self._chunk(slab.parts[_STEPPED], _CLASS_CHUNK_NUMEL)
         for start in range(0, max(numel, 1), chunk):

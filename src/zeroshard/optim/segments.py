@@ -7,8 +7,9 @@ its run is split at that moment, with the optimizer's state split along.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from ..config import Tier
 from ..offload.storage import Tiers
 from ..zero.unit import ParamGroup
 from .state_storage import ColumnStates, DeviceStates
+
+K = TypeVar("K")  # what parameters of one run have in common
 
 _NO_SLICE = (1,) * 7  # more dimensions than any parameter has
 
@@ -87,16 +90,16 @@ class RunMaker:
 
     def gradient(self, run: Run) -> Tensor:
         """The gradient that matches a run's tensor."""
-        assert run.group.grads is not None and run.tensor is not None
-        return run.group.grads.in_step(run.start, run.stop, run.tensor.dtype)
+        assert run.tensor is not None
+        return run.group.gradients.in_step(run.start, run.stop, run.tensor.dtype)
 
-    def runs(self, group: ParamGroup, keys: list[object]) -> list[tuple[object, Run]]:
+    def runs(self, group: ParamGroup, keys: Sequence[K | None]) -> list[tuple[K, Run]]:
         """(key, run) for each maximal stretch of parameters with equal, not-None key.
 
         A parameter that lies in the shards of other ranks alone joins its neighbour's run, or is a run of no elements: its
         step count lives on every rank, so that all ranks show the same states.
         """
-        pending: list[tuple[object, int, int, list[int]]] = []
+        pending: list[tuple[K, int, int, list[int]]] = []
         alone = [id(param) in self.alone for param in group.params]
         for index, key in enumerate(keys):
             if key is None:
@@ -141,7 +144,8 @@ class RunMaker:
         filled = [run for run in parts if run.numel] or parts[:1]
         indices = [index for run in parts for index in run.indices]
         joined = self.make(parts[0].group, filled[0].start, filled[-1].stop, indices)
-        joined.states.join([run.states for run in filled])  # type: ignore[arg-type]
+        states: list[Any] = [run.states for run in filled]
+        joined.states.join(states)
         for run in parts:
             run.states.clear()
         return joined

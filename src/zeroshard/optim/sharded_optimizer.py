@@ -64,9 +64,8 @@ class OptimizerCore:
         for group in runtime.groups:
             if not group.trainable:
                 continue
-            keys: list[object] = [self.group_of.get(id(param)) for param in group.params]
-            for number, run in self.maker.runs(group, keys):
-                self.runs[number].append(run)  # type: ignore[index]
+            for number, run in self.maker.runs(group, [self.group_of.get(id(param)) for param in group.params]):
+                self.runs[number].append(run)
         self._show_runs()
         self.last_step: StepRecord | None = None
         self.allied = [self]  # with which it has one norm and one verdict: those of the stages of one rank of a pipeline
@@ -122,7 +121,7 @@ class OptimizerCore:
 
     def _square_sum(self) -> float:
         """Of the gradients that are this rank's to count, as they are."""
-        buffers = [group.grads for group in self.stepped_groups if group.counts]
+        buffers = [group.gradients for group in self.stepped_groups if group.counts]
         known = [grads.square_sum for grads in buffers if grads.square_sum is not None]
         total = sum(value for value in known if isinstance(value, float))
         total += sum(grads.square_sums() for grads in buffers if grads.square_sum is None and grads.departure is not None)
@@ -145,8 +144,8 @@ class OptimizerCore:
         return self._clip(max_norm)
 
     def _clip(self, max_norm: float | None, stepping: bool = False) -> float:
-        found = self.runtime.account.clipped
-        if not self._known():
+        found = self._known()
+        if found is None:
             for core in self.allied:
                 core.runtime.flush()
             norm, divisor = self.global_norm()
@@ -171,10 +170,10 @@ class OptimizerCore:
             self.runtime.account.undone(unscaled=self.runtime.progress.scaler is not None)
         self.runtime.account.clipped = replace(found, writes=self._writes())
 
-    def _known(self) -> bool:
-        """True if the norm that was found is still that of the gradients."""
+    def _known(self) -> Clipped | None:
+        """The norm that was found, if it is still that of the gradients."""
         found = self.runtime.account.clipped
-        return found is not None and self._usable(found.norm) and found.writes == self._writes()
+        return found if found is not None and self._usable(found.norm) and found.writes == self._writes() else None
 
     def _usable(self, norm: float) -> bool:
         """True if a step is taken with gradients of this norm."""
@@ -186,7 +185,7 @@ class OptimizerCore:
     @torch.no_grad()
     def _scale_gradients(self, factor: float, stepping: bool) -> None:
         for group in self.stepped_groups if factor != 1.0 else ():
-            group.grads.scale(factor, stepping)
+            group.gradients.scale(factor, stepping)
 
     # -- step ------------------------------------------------------------------------------------------------
 
@@ -218,9 +217,9 @@ class OptimizerCore:
             return self.tally.note(StepRecord(0.0, 1.0, skipped=True))
         scale = runtime.progress.loss_scale
         found = account.clipped
-        if not self._known() and not (found is not None and found.refused):
+        if self._known() is None and not (found is not None and found.refused):
             undone = found is not None and not self._usable(found.norm)  # a clip that found nothing to clip
-            self._clip(found.max_norm if undone else runtime.config.max_grad_norm, stepping=True)
+            self._clip(found.max_norm if found is not None and undone else runtime.config.max_grad_norm, stepping=True)
         runtime.attendance.count_step()
         assert account.clipped is not None
         norm, coefficient = account.clipped.norm, account.clipped.coefficient
@@ -256,7 +255,7 @@ class OptimizerCore:
     def _nonfinite_names(self) -> tuple[str, ...]:
         """ "name (rank r)", r the rank that sent the value (where only the result is known: the shard it lies in)."""
         groups = self.stepped_groups
-        senders = [sorted(group.grads.culprits) for group in groups]
+        senders = [sorted(group.gradients.culprits) for group in groups]
         mine = [
             (number, spec.name)
             for number, group in enumerate(groups)
@@ -293,7 +292,7 @@ class OptimizerCore:
         for run in runs:
             if run.tensor is not None:
                 run.tensor.grad = self.maker.gradient(run)
-        before = self._settings() if self.host is not None or whole else None
+        options, attributes = self._settings() if self.host is not None or whole else ([], {})
         step_on_device(
             self.inner, [any(run.tensor is None and not run.whole for run in runs) for runs in self.runs], self.comm.device
         )
@@ -301,19 +300,19 @@ class OptimizerCore:
             if run.tensor is not None:
                 run.tensor.grad = None
         if self.host is not None:
-            self._step_on_host(runs, *before)
+            self._step_on_host(runs, options, attributes)
         if whole:
             number_of = {id(run): number for number, runs in enumerate(self.runs) for run in runs}
             numbers = [number_of[id(run)] for run in whole]
-            told = self.whole.step([(run, before[0][number]) for run, number in zip(whole, numbers, strict=True)])
-            for number, options in zip(numbers, told, strict=True):
-                self.inner.param_groups[number].update(options)
+            told = self.whole.step([(run, options[number]) for run, number in zip(whole, numbers, strict=True)])
+            for number, changed in zip(numbers, told, strict=True):
+                self.inner.param_groups[number].update(changed)
         self._copy_options(self.inner, self.outer)
         for group in groups:
             if group.master is not None and group.offload.tier is Tier.DEVICE:
                 self._put_values(group, self.maker.stepped(group))
-            if group.grads.replicated:
-                group.grads.apply_factor()  # p.grad is its memory
+            if group.gradients.replicated:
+                group.gradients.apply_factor()  # p.grad is its memory
         self._enter_states()
         return list({id(group): group for group in [*published, *self.stepped_groups]}.values())  # not: handed over
 
@@ -342,27 +341,30 @@ class OptimizerCore:
         assert self.host is not None
         options = {id(run): o for group, o in zip(self.runs, options_of, strict=True) for run in group}
         offloaded = [run for run in runs if run.tensor is None]
-        grads = {id(run.group): run.group.grads for run in offloaded}
+        grads = {id(run.group): run.group.gradients for run in offloaded}
         for buffer in grads.values():
             buffer.land()
         warm_up = self.runtime.config.delayed_update
         if warm_up is None or self.runtime.progress.steps < warm_up:
-            self.host.step([Job(r, options[id(r)], attributes, r.group.grads.rest, r.group.grads.factor) for r in offloaded])
+            rested = [(run, grads[id(run.group)]) for run in offloaded]
+            self.host.step([Job(run, options[id(run)], attributes, grad.rest, grad.factor) for run, grad in rested])
             return
         factors = {key: buffer.factor for key, buffer in grads.items()}
         rests = {key: buffer.hand_over() for key, buffer in grads.items()}
         for run in offloaded:
             run.group.active = [False] * len(run.group.specs)
+        assert self.delayed is not None
         self.delayed.start(
             [Job(r, options[id(r)], attributes, rests[id(r.group)], factors[id(r.group)], publish=False) for r in offloaded]
         )
 
     def _publish_delayed(self) -> list[ParamGroup]:
         """Parameters take what the delayed update has made of their masters; the groups concerned."""
+        assert self.delayed is not None
         groups = list({id(job.run.group): job.run.group for job in self.delayed.take()}.values())
         for group in groups:
             self.refresh_masters(group)  # what the user has written meanwhile stands
-            self._put_values(group, group.master.host(0, group.master.numel))
+            self._put_values(group, group.masters.stepped.host(0, group.masters.stepped.numel))
         return groups
 
     @torch.no_grad()
@@ -592,7 +594,6 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, runtime: Runtime) -> torch
 def _sharded_class(cls: type) -> type:
     """The subclass of a class of optimizers whose objects are sharded: one, and by the class's name, which loggers show."""
     bases = (ShardedOptimizer, cls, DropsGradients)
-    found = next((each for each in cls.__subclasses__() if each.__bases__ == bases), None)
-    return found or type(
-        cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    )
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    subclasses: list[type] = cls.__subclasses__()
+    return next((each for each in subclasses if each.__bases__ == bases), None) or type(cls.__name__, bases, names)

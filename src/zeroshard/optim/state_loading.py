@@ -146,7 +146,7 @@ def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[in
         found[id(run)] = {
             key: entries[key]
             for key, reader in given[0].tensors.items()
-            if run.holds(value := entries.get(key))
+            if isinstance(value := entries.get(key), Tensor) and run.holds(value)
             and (value.dtype, value.device) == (state_dtype(run.group, reader.dtype), core.comm.device)
             and value.is_contiguous() and not value.is_inference() and uses[id(value)] == 1 and alone(value)
         }  # fmt: skip
@@ -161,10 +161,8 @@ def _runs(core: Core, states: dict[int, SavedState]) -> Iterator[tuple[int, Run,
             continue
         numbers = [core.group_of.get(id(param)) for param in group.params]
         given = [states.get(id(param), empty) for param in group.params]
-        keys: list[object] = [
-            None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)
-        ]
-        for (number, _), run in core.maker.runs(group, keys):  # type: ignore[misc]
+        keys = [None if number is None else (number, state.kind()) for number, state in zip(numbers, given, strict=True)]
+        for (number, _), run in core.maker.runs(group, keys):
             yield number, run, [given[index] for index in run.indices]
 
 

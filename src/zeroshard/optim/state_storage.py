@@ -150,6 +150,8 @@ class StateHome:
     begin: its first element in `column`; None: the column is one of the whole shard.
     """
 
+    undivided = False
+
     def __init__(self, home: ParamHome, column: Rest, begin: int | None = None) -> None:
         self.home, self.column, self.begin = home, column, home.begin if begin is None else begin
         self.name, self.start, self.stop, self.comm = home.name, home.start, home.stop, home.comm
@@ -205,8 +207,8 @@ class ShardedState(ShardedTensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+    def data(self) -> Tensor:
+        return torch_compat.data_attribute.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -219,7 +221,7 @@ class WholeState(Tensor):
     __torch_function__ = torch_compat.disabled_torch_function
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.plain().data
 
     @data.setter

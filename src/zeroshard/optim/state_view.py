@@ -65,7 +65,7 @@ class _HandsOn(dict):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc,override]
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self
 
@@ -80,13 +80,13 @@ class ParameterState(_HandsOn):
     """The states of one parameter by name."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if self._core is not None:
+        if self._core is not None and self._param is not None:
             value = write_entry(self._core, self._param, key, value)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
-        if self._core is not None:
+        if self._core is not None and self._param is not None:
             remove_entry(self._core, self._param, key)
 
 

@@ -10,6 +10,8 @@ a trial is given is copied, and what it draws at random or sends to other ranks 
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 import threading
 from collections import defaultdict
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from ..utils.torch_compat import DYNAMO, FakeTensor, TorchDispatchMode, disable_current_modes
 from .inner_optimizer import inner_copy
 
+T = TypeVar("T")
 _STEPS = 12  # some look at whole matrices in every tenth step alone
 _SHAPE = (6, 5, 2, 2, 2)  # its first dimensions; 1-D parameters have as many elements as a matrix
 _LR = 0.05  # a warm-up begins with 0, which steps nothing
@@ -81,9 +84,7 @@ def departure(optimizer: torch.optim.Optimizer) -> Departure | None:
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
-                how, alone = _on_some_device(
-                    lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).outcome(), param
-                )
+                how, alone = _on_some_device(_Trial.outcome, optimizer, numbers[0], param)
             except Sends as error:
                 if error.large:
                     raise
@@ -104,7 +105,7 @@ def sends(optimizer: torch.optim.Optimizer) -> str | None:
     with _apart():
         for numbers, param in _samples(optimizer):
             try:
-                _on_some_device(lambda device, n=numbers[0], p=param: _Trial(optimizer, n, p, device).alone(), param)
+                _on_some_device(_Trial.alone, optimizer, numbers[0], param)
             except Sends as error:
                 return str(error)
             except _Untold:
@@ -119,10 +120,7 @@ class _Trial:
         self.optimizer, self.group, self.param, self.device = optimizer, optimizer.param_groups[number], param, device
         dims = max(param.dim(), 1)
         self.shape = _SHAPE[:dims] + (1,) * (dims - len(_SHAPE)) if dims > 1 else (_SHAPE[0] * _SHAPE[1],)
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        self.numel = numel
+        self.numel = numel = math.prod(self.shape)
         at = torch.arange(2 * numel, dtype=torch.float64, device="cpu")
         size = torch.where(at < numel, 1.0, 3.0)  # norms of the two differ
         self.value = (size * torch.sin(at * at * 0.7 + 0.3)).float()
@@ -134,7 +132,7 @@ class _Trial:
         if not torch.isfinite(whole).all():
             raise _Untold
         cuts = [0, self.numel // 2 + 2, self.numel + 7, 2 * self.numel]
-        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in zip(cuts, cuts[1:], strict=False)])
+        how = self._difference(whole, [[(start, stop, (stop - start,))] for start, stop in itertools.pairwise(cuts)])
         if how is None:
             return None, True
         try:
@@ -154,7 +152,7 @@ class _Trial:
             other = self._stepped(ranks)
         except (_Untold, Sends):
             raise _Untold from None
-        except Exception as error:  # noqa: BLE001  # whatever the class raises
+        except Exception as error:  # whatever the class raises
             return f"it fails on them ({type(error).__name__}: {error})"
         change = (whole - self.value).abs().max().item()
         found = (other - whole).abs().max().item()
@@ -226,16 +224,16 @@ def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tens
     yield from samples.values()
 
 
-def _on_some_device(trial: Callable[[torch.device], Any], param: Tensor) -> Any:
-    """On the host, or where the class fails there, where the parameters are."""
+def _on_some_device(look: Callable[[_Trial], T], optimizer: torch.optim.Optimizer, number: int, param: Tensor) -> T:
+    """`look` at a trial on the host, or where the class fails there, where the parameters are."""
     device = torch.device("cpu")
     others = [] if param.is_meta or isinstance(param, FakeTensor) or param.device == device else [param.device]
     for place in [device, *others]:
         try:
-            return trial(place)
+            return look(_Trial(optimizer, number, param, place))
         except (_Untold, Sends):
             raise
-        except Exception:  # noqa: BLE001, PERF203  # on whole parameters: the class does not step here
+        except Exception:  # on whole parameters: the class does not step here
             continue
     raise _Untold
 

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """One optimizer step; `optimizer.last_step` is the one that was taken last.
 
-    grad_norm: global norm before clipping (of the unscaled mean gradient). clip_coefficient: what gradients were
-    multiplied with (1.0: not clipped). skipped: nothing was stepped, because of non-finite gradients or for want of
-    any. nonfinite: "name (rank r)" of each parameter with non-finite gradients. loss_scale: fp16, before the step.
+    Attributes:
+        grad_norm: global norm of the mean gradient before clipping, without the loss scale.
+        clip_coefficient: the factor by which gradients were clipped; 1.0 where they were not.
+        skipped: whether nothing was stepped, because gradients were not finite or there were none.
+        nonfinite: "name (rank r)" of each parameter whose gradient was not finite.
+        loss_scale: the loss scale of fp16 before the step.
     """
 
     grad_norm: float

@@ -193,11 +193,11 @@ class WholeStepper:
     def _step_here(self, job: Stepping) -> None:
         """In the place of the parameter. States lie in the run's, with the padding behind them."""
         run, numel, slot = job.run, job.numel, job.group.layout.slots[job.index]
-        assert run.tensor is not None and job.group.grads is not None
+        assert run.tensor is not None
         entries = run.states.load()
         states = {key: entries[key][:numel] for key in job.states}
         param = run.tensor.detach()[:numel]
-        value, after = self._step_class(job, param, job.group.grads.in_step(slot.offset, slot.stop, param.dtype), states)
+        value, after = self._step_class(job, param, job.group.gradients.in_step(slot.offset, slot.stop, param.dtype), states)
         if value.data_ptr() != param.data_ptr():
             param.copy_(value.view(-1))
         run.states.save({key: self._padded(job, key, value, entries) for key, value in after.items()})
@@ -259,11 +259,10 @@ class WholeStepper:
     def _slices(self, job: Stepping) -> list[Tensor]:
         """This rank's slices of value, gradient and states."""
         group, home = job.group, job.group.homes[job.index]
-        assert group.grads is not None
         stepped = group.masters.stepped
         entries = job.run.states.load()
         states = [self._state_slice(job, entries[key]) for key in job.states]
-        return [stepped.load(home.begin, home.end), group.grads.in_step(home.begin, home.end, stepped.dtype), *states]
+        return [stepped.load(home.begin, home.end), group.gradients.in_step(home.begin, home.end, stepped.dtype), *states]
 
     def _state_slice(self, job: Stepping, value: Any) -> Tensor:
         home = job.group.homes[job.index]
@@ -345,7 +344,8 @@ def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
 
 def _turns(jobs: list[Stepping], ranks: int) -> Iterator[list[Stepping]]:
     """Each job to one rank, in turns of at most one a rank."""
-    loads, queues = [0] * ranks, [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    queues: list[list[Stepping]] = [[] for _ in range(ranks)]
     for job in sorted(jobs, key=lambda job: -job.numel):
         job.owner = loads.index(min(loads))
         loads[job.owner] += job.numel

@@ -23,7 +23,10 @@ from ..utils.torch_compat import FakeTensorMode
 from ..zero.runtime import runtime_of
 
 STATES = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER)
-PAPERS = {"precision": "fp16", "gradient_dtype": torch.float16}  # 2 + 2 + 12 bytes a parameter, as in the papers; by default
+PAPERS: dict[str, Any] = {
+    "precision": "fp16",
+    "gradient_dtype": torch.float16,
+}  # 2 + 2 + 12 bytes a parameter, as in the papers; by default
 # reduced gradients rest in fp32, and it would be 2 + 4 + 12
 
 

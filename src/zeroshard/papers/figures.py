@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from .table import Table
 
 _PRINTED, _COMPUTED = "#8d99ae", "#1b7f79"
+_LABELS = 150  # characters that stand side by side below a figure
 
 
 def draw(table: Table, path: Path) -> list[Path]:
@@ -18,31 +20,33 @@ def draw(table: Table, path: Path) -> list[Path]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axis = plt.subplots(figsize=(10, 5))
-    if table.curves is not None:
-        _draw_curves(axis, table)
-    else:
-        _draw_bars(axis, table)
-    axis.set_title(table.title, fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, frameon=False)
-    figure.tight_layout()
+    kinds = list(dict.fromkeys(name.partition(",")[0] for name in table.curves[2])) if table.curves is not None else [""]
+    figure, axes = plt.subplots(1, len(kinds), figsize=(10, 5), sharey=True, squeeze=False, layout="constrained")
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        if table.curves is not None:
+            _draw_curves(axis, table, kind)
+        else:
+            _draw_bars(axis, table)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.margins(y=0.12)  # room for the legend above the bars
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(table.title, fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
     return [path]
 
 
-def _draw_curves(axis, table: Table) -> None:
+def _draw_curves(axis: Any, table: Table, kind: str) -> None:
+    """The lines whose names begin with `kind`: each kind has a panel, since lines of two kinds may coincide."""
+    assert table.curves is not None
     across, up, lines = table.curves
     for name, (xs, ys) in lines.items():
-        style = {"parameters": "-", "states": "--"}.get(name.partition(",")[0], ":")
-        axis.plot(xs, ys, style, label=name, linewidth=1.3)
-    axis.set_xscale("log")
-    axis.set_xlabel(across)
-    axis.set_ylabel(up)
+        if name.partition(",")[0] == kind:
+            axis.plot(xs, ys, label=name, linewidth=1.3)
+    axis.set(xscale="log", xlabel=across, ylabel=up if kind == next(iter(lines)).partition(",")[0] else "")
 
 
-def _draw_bars(axis, table: Table) -> None:
+def _draw_bars(axis: Any, table: Table) -> None:
     """Of the columns that have printed values; of all, where nothing was printed."""
     shown = ({cell.column for cell in table.compared} or {cell.column for cell in table.cells}) - set(table.apart)
     cells = [cell for cell in table.cells if cell.column in shown and _number(cell.computed) is not None]
@@ -55,7 +59,10 @@ def _draw_bars(axis, table: Table) -> None:
         if values:
             bars = axis.bar(*zip(*values, strict=True), 0.4, color=colour, label=name)
             axis.bar_label(bars, fmt="%.3g", fontsize=6, padding=1)
-    axis.set_xticks(range(len(cells)), labels, fontsize=6, rotation=60 if len(cells) > 12 else 0)
+    longest = max((len(line) for label in labels for line in label.splitlines()), default=0)
+    crowded = len(cells) * longest > _LABELS
+    axis.set_xticks(range(len(cells)), labels, fontsize=7, rotation=60 if crowded else 0, ha="right" if crowded else "center",
+                    rotation_mode="anchor" if crowded else "default")  # fmt: skip
     axis.set_ylabel(table.bars)
 
 

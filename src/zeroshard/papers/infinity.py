@@ -95,8 +95,8 @@ def requirements() -> Table:
         for batch in (1, 2, 4, 8, 16):
             curves[f"{kind}, batch {batch}"] = [efficiency(intensities(batch)[kind], each, peak) * 100 for each in bandwidths]
     for hidden in (2048, 8192, 16384, 65536):
-        found = [efficiency(intensities(1, hidden)["checkpoints"], each, peak) * 100 for each in bandwidths]
-        curves[f"checkpoints, hidden {hidden}"] = found
+        intensity = intensities(1, hidden)["checkpoints"]
+        curves[f"checkpoints, hidden {hidden}"] = [efficiency(intensity, each, peak) * 100 for each in bandwidths]
     lines = {name: ([each / 1e9 for each in bandwidths], values) for name, values in curves.items()}
     return Table(
         "infinity-efficiency", "ZeRO-Infinity, section 4.2 and figure 3: efficiency by bandwidth",

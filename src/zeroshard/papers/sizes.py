@@ -7,6 +7,7 @@ DGX-2 is (ZeRO-Infinity figure 2b), and ZeRO-Offload's table 4.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from ..config import Tier
 from ..models.gpt import GPTConfig
@@ -185,14 +186,14 @@ def fig2b() -> Table:
             text = digits(value, row[column])
             note = "0.032 TB are 32 GB; the other rows divide by 1024" if text != row[column] else ""
             cells.append(Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], text, CODE, note=note))
-        for column, value in (
+        for column, speed in (
             ("gpu_mem_GBs_per_gpu", device.memory_bandwidth / 1e9),
             ("gpu_gpu_GBs_per_gpu", _between_gpus(ranks)),
         ):
             low, _, high = row[column].partition("-")
-            inside = value is None or float(low) <= value <= float(high)
+            inside = speed is None or float(low) <= speed <= float(high)
             cells.append(
-                Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], row[column] if inside else f"{value:.0f}", CODE)
+                Cell(f"{nodes} x {here}", column.replace("_", " "), row[column], row[column] if inside else f"{speed:.0f}", CODE)
             )
     remarks = ("Bandwidths are ranges in the paper: = says that what the simulator uses is in them. Between nodes: of a node.",)
     return Table(
@@ -232,8 +233,13 @@ def shapes() -> Table:
     )
 
 
-def _layout(**chosen) -> Layout:
-    options = {"precision": "fp16", "node_size": 16, "gradient_itemsize": _GRADIENT_NBYTES, "checkpointing": "blocks"}
+def _layout(**chosen: Any) -> Layout:
+    options: dict[str, Any] = {
+        "precision": "fp16",
+        "node_size": 16,
+        "gradient_itemsize": _GRADIENT_NBYTES,
+        "checkpointing": "blocks",
+    }
     return Layout(**options | chosen)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import counted
 from .infinity import GIB
 from .reference import Row, printed, stated
@@ -16,8 +18,12 @@ _SCALED = 1 << 10  # models that are offloaded are counted at so many times fewe
 def zeropp_volumes() -> Table:
     """What a node sends to others in a step."""
     numel, cells = 256 << 20, []
-    packed = {"zero_hpz_partition_size": _PLACE, "zero_quantized_weights": "int8", "zero_quantized_gradients": "int4"}
-    for column, suffix, options in (("ZeRO-3", "_zero3", {}), ("ZeRO++", "", packed)):
+    packed: dict[str, Any] = {
+        "zero_hpz_partition_size": _PLACE,
+        "zero_quantized_weights": "int8",
+        "zero_quantized_gradients": "int4",
+    }
+    for column, suffix, options in (("ZeRO-3", "_zero3", dict[str, Any]()), ("ZeRO++", "", packed)):
         found = counted.count(numel, _NODES * _PLACE, node_size=_PLACE, stage=3, **options)
         for kind, nbytes in found.between.items():
             row, value = stated(f"zeropp_{kind}{suffix}"), nbytes * _PLACE / (2 * numel) * _NODES / (_NODES - 1)
@@ -48,7 +54,7 @@ def estimators() -> Table:
     """DeepSpeed's estimates, and beside them what the runtime keeps."""
     file, cells = printed("deepspeed_estimators"), []
     for row in file.rows:
-        offload = {name: row[name] for name in ("offload_optimizer", "offload_param") if row[name] == "cpu"}
+        offload: dict[str, Any] = {name: row[name] for name in ("offload_optimizer", "offload_param") if row[name] == "cpu"}
         label = (
             f"stage {row['stage']}"
             + "".join(f", {name}" for name in offload)

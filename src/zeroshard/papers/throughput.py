@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ..config import Tier
 from ..models.gpt import GPTConfig
@@ -55,8 +56,10 @@ class Configuration:
 
     @staticmethod
     def of(row: Row) -> Configuration:
-        numbers = [int(row[name]) for name in ("gpus", "mp", "layers", "hidden", "heads", "batch_per_mp_group")]
-        return Configuration(row["model"], row["system"], *numbers, row["config"].partition("-")[0])
+        names = ("gpus", "mp", "layers", "hidden", "heads", "batch_per_mp_group")
+        gpus, mp, layers, hidden, heads, batch = (int(row[name]) for name in names)
+        config = row["config"].partition("-")[0]
+        return Configuration(row["model"], row["system"], gpus, mp, layers, hidden, heads, batch, config)
 
     @property
     def zero(self) -> bool:
@@ -120,7 +123,7 @@ def tflops(configuration: Configuration, published: bool = True) -> float:
     return 8 * profile.numel * layout.micro_batch * SEQ / layout.tp / found.step_s / 1e12
 
 
-def _figure(name: str, number: str, title: str, label) -> Table:
+def _figure(name: str, number: str, title: str, label: Any) -> Table:
     """One figure: each configuration of the appendix, printed where the chart was read."""
     measured = {
         (row["model"], "ZeRO" if row["system"] == "ZeRO" else "Baseline", row["gpus"], row["config"]): row["value"]

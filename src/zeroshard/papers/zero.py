@@ -41,7 +41,7 @@ def table2() -> Table:
             cells.append(Cell(row["mp"], column.removeprefix("theory_"), row[column], _billions(largest), RUNTIME))
         for column, stage in (("measured_baseline", 0), ("measured_ZeRO-DP(Pos)", 1)):
             share = float(row[column][:-1]) / (
-                float(row["mp"]) * DEVICE_NBYTES / 1e9 / per_parameter[f"theory_{list(['baseline', *STAGES])[stage]}"]
+                float(row["mp"]) * DEVICE_NBYTES / 1e9 / per_parameter[f"theory_{['baseline', *STAGES][stage]}"]
             )
             cells.append(Cell(row["mp"], column.replace("_", " "), "", f"{row[column]}: {share:.0%} of theory", FORMULA))
     remarks = ("What was measured is below the theory, which counts model states alone: activations and buffers take the rest.",)

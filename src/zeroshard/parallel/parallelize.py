@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,11 @@ from .styles import ParallelStyles, divides, styles_for
 from .tensor_parallel import apply
 from .tied import exchange_objects
 from .traffic import Traffic
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import ShardOptions
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard")
 IGNORED = -100  # as a target: no loss, as in torch's cross_entropy
@@ -51,7 +56,7 @@ def parallelize(
     loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     example: Tensor | None = None,
     config: Config | str | os.PathLike | None = None,
-    **options: Any,
+    **options: Unpack[ShardOptions],
 ) -> Parallel:
     """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
 
@@ -97,7 +102,9 @@ def parallelize(
             stays_cut = loss_parallel and (part.head is not None or chosen.head is None)
             apply(module, mesh["tp"], part, sequence_parallel=sequence_parallel, loss_parallel=stays_cut)
     made = [None] * len(modules) if optimizer is None else _optimizers(optimizer, modules, mesh)
-    pairs = [api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)]
+    pairs: list[tuple[nn.Module, torch.optim.Optimizer | None]] = [
+        api.shard(module, each, config=config, mesh=mesh) for module, each in zip(modules, made, strict=True)
+    ]
     context = _loss_parallel if loss_parallel and chosen is not None else contextlib.nullcontext
     return Parallel(mesh, pairs, micro_batches, name, loss, context)
 
@@ -227,7 +234,7 @@ class Parallel:
         self.loss, self._given = loss or next_token_loss, loss is not None
         self.models, self.optimizers = [module for module, _ in pairs], [each for _, each in pairs if each is not None]
         self.pipeline: Pipeline | None = None
-        if "pp" in mesh.mesh_dim_names and mesh["pp"].size() > 1:
+        if "pp" in (mesh.mesh_dim_names or ()) and mesh["pp"].size() > 1:
             self.pipeline = Pipeline(self.models, mesh["pp"], micro_batches=micro_batches, loss=self.loss, schedule=schedule)
         self.traffic = Traffic(mesh, self.models, self.pipeline)
 

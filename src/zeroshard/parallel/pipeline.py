@@ -74,7 +74,8 @@ class _Weight:
     requires_grad, grad_fn = True, None
 
     def __init__(self, param: nn.Parameter) -> None:
-        self.param, self.grad = param, None
+        self.param = param
+        self.grad: Tensor | None = None
 
     def view_as(self, _: Any) -> Tensor:
         return self.param.view_as(self.param)  # through which its node in the graph is found
@@ -92,7 +93,7 @@ class _Stage(PipelineStage):
             return (), None
         if backward_type == "weight":
             weights = [_Weight(param) for param in self.submod.parameters() if param.requires_grad]
-            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])  # type: ignore[arg-type]
+            stage_backward_weight(iter(weights), bwd_kwargs["param_groups"])
             runtime.hold((weight.param, weight.grad) for weight in weights if weight.grad is not None)
             return (), None
         with _held(runtime, reduce=last_backward):
@@ -408,13 +409,14 @@ class Pipeline:
 
     def _assumed_shapes(self, inputs: tuple, shapes: list) -> list[list[tuple[torch.Size, torch.dtype]]]:
         """As `_shapes` where nobody tells: what passes between stages is as `cut_stages` has seen it."""
-        hidden = [(self.stages[0].pipeline_stage.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
+        place: Any = self.stages[0].pipeline_stage
+        hidden = [(place.hidden(inputs[0]), self.runtimes[0].groups[0].values.dtype)]
         return shapes + [hidden] * self.count
 
 
 def whole(loss: Tensor) -> Tensor:
     """Of a loss that is a DTensor, as loss_parallel makes it, the value."""
-    return loss.full_tensor() if is_distributed(loss) else loss  # type: ignore[attr-defined]
+    return loss.full_tensor() if is_distributed(loss) else loss
 
 
 def _evaluated(module: nn.Module, inputs: tuple, kwargs: dict) -> list[tuple[torch.Size, torch.dtype]]:

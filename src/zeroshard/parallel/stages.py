@@ -71,12 +71,14 @@ class Stage:
 
     pipeline_stage: Place
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         place = self.pipeline_stage
         passage = place.passage
         if place.index > 0:
-            (passage.received,) = args
-            args = (place.example(passage.received),)
+            (received,) = args
+            passage.received = received
+            assert place.example is not None
+            args = (place.example(received),)
         try:
             output = super().forward(*args, **place.kwargs | kwargs)  # type: ignore[misc]
             sent = passage.sent
@@ -196,9 +198,9 @@ def cut_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def _cuts_as_asked(cuts: Sequence[int | str], names: list[str], stages: int) -> list[range]:
-    numbers = [names.index(cut) if cut in names else cut for cut in cuts]
-    unknown = [cut for cut in numbers if not isinstance(cut, int) or not 0 < cut < len(names)]
-    if unknown or len(numbers) != stages - 1 or sorted(set(numbers)) != numbers:
+    given = [names.index(cut) if isinstance(cut, str) and cut in names else cut for cut in cuts]
+    numbers = [cut for cut in given if isinstance(cut, int) and 0 < cut < len(names)]
+    if numbers != given or len(numbers) != stages - 1 or sorted(set(numbers)) != numbers:
         raise ConfigError(
             f"cuts: expected the {stages - 1} blocks with which stages 1 to {stages - 1} begin, in order, as numbers from 1 to "
             f"{len(names) - 1} or as names like {names[-1]!r}; got {list(cuts)!r}."
@@ -439,7 +441,7 @@ def cut_stages(
     ranges = cut_by_cost(costs, stages) if cuts is None else _cuts_as_asked(cuts, names, stages)
     ties = _ties(model, uses, stages)
     for name in {name for tie in ties for name in tie.names.values()}:
-        sizes[name].unit_of_its_own = True  # so that both stages lay it out in the same way
+        sizes[name].__dict__["unit_of_its_own"] = True  # so that both stages lay it out in the same way
     return [_Cutter(model, path, uses, kwargs, given).stage(index, ranges, ties) for index in own]
 
 

@@ -94,7 +94,7 @@ FAMILIES = {
             **{f"DenseReluDense.{name}": "colwise" for name in ("wi", "wi_0", "wi_1")},
             "DenseReluDense.wo": "rowwise",
         },
-        {kind: ("n_heads", "inner_dim") for kind in ("SelfAttention", "EncDecAttention")},
+        dict.fromkeys(("SelfAttention", "EncDecAttention"), ("n_heads", "inner_dim")),
     ),
     "zeroshard.GPT": Family(
         {"attention.qkv": "packed_qkv", "attention.out": "rowwise", "mlp.up": "colwise", "mlp.out": "rowwise"},
@@ -187,6 +187,7 @@ def most_ranks(model: nn.Module) -> int:
 
 def features(model: nn.Module, name: str, style: str) -> int:
     """How many features (per packed map) the style cuts of a module or parameter; rows of the table for an embedding."""
+    owner: Any
     owner, attribute = resolve(model, name)
     if attribute is not None:  # (..., out, in), as experts have
         shape = getattr(owner, attribute).shape
@@ -274,7 +275,7 @@ def _family(model: nn.Module) -> str:
 
 
 def _config(model: nn.Module) -> Any:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

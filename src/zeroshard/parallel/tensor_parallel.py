@@ -139,6 +139,7 @@ class _Cut:
 
         for name, style in self.parameters.items():
             owner, attribute = resolve(self.model, name)
+            assert attribute is not None
             _distribute(owner, attribute, self.mesh, _placement(getattr(owner, attribute), style))
         for name, style in self.modules.items():
             self._module(name, self.model.get_submodule(name), style)
@@ -160,7 +161,7 @@ class _Cut:
             for attribute in attributes:
                 setattr(module, attribute, getattr(module, attribute) // self.mesh.size())
             if hasattr(module, "first_head"):  # of zeroshard.models.gpt: heads have slopes by their number
-                module.first_head = self.mesh.get_local_rank() * module.heads
+                module.__dict__["first_head"] = self.mesh.get_local_rank() * module.__dict__["heads"]
 
     def _module(self, name: str, module: nn.Module, style: Any) -> None:
         from torch.distributed.tensor.parallel import parallelize_module
@@ -173,7 +174,7 @@ class _Cut:
                 dim = param.ndim - 1 if is_conv1d(module) else 0
                 _distribute(module, attribute, mesh, _rows(dim, PACKED.get(style, 1)))
             if is_conv1d(module):
-                module.nf //= mesh.size()
+                module.__dict__["nf"] //= mesh.size()
             _compute_locally(module, mesh, partial_inputs=True)
         elif style in (EXPERTS, LOCAL_NORM):
             if style == LOCAL_NORM:
@@ -282,7 +283,7 @@ def _tie(places: list[tuple[nn.Module, str]]) -> None:
     from torch.distributed.tensor import DTensor
 
     given = [torch_compat.own_parameters(module)[attribute] for module, attribute in places]
-    cut = [param for param in given if isinstance(param, DTensor)]
+    cut: list[Any] = [param for param in given if isinstance(param, DTensor)]
     assert len({param.placements for param in cut}) == 1, "tied parameters were cut differently"
     for module, attribute in places:
         module.register_parameter(attribute, cut[0])
@@ -315,8 +316,10 @@ def _as(x: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
 def _states(args: tuple, kwargs: dict, change: Callable[[Tensor], Any]) -> tuple[tuple, dict]:
     """The arguments with `change` done to what maps read: the first one, and those of the names in STATES."""
     reads = [isinstance(value, Tensor) and value.is_floating_point() for value in (*args[:1], *kwargs.values())]
-    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads))
-    named = {k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :])}
+    first = tuple(change(value) if ok else value for value, ok in zip(args[:1], reads, strict=False))
+    named = {
+        k: change(v) if ok and k in STATES else v for (k, v), ok in zip(kwargs.items(), reads[len(args[:1]) :], strict=False)
+    }
     return (*first, *args[1:]), named
 
 
@@ -324,8 +327,8 @@ def _whole_states(mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
     """Before a module: its input whole, as one DTensor that all its maps read (or plain, for an island)."""
 
     def whole(x: Tensor) -> Any:
-        x = _as(x, mesh, _replicate())
-        return x.to_local() if local else x
+        found = _as(x, mesh, _replicate())
+        return found.to_local() if local else found
 
     return _states(args, kwargs, whole)
 

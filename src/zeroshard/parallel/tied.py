@@ -58,7 +58,7 @@ class TiedParameters:
         first, *others = sorted(self.holders[key].items())
         for number, rank in others:
             held = self.copies.get(key, {})
-            value = value_of(_param(held[first[0]])).full() if first[0] in held else None
+            value: Any = value_of(_param(held[first[0]])).full() if first[0] in held else None
             if rank != first[1]:
                 value = self._pass(value, held.get(number), first[1], rank)
             if number in held:
@@ -79,7 +79,7 @@ class TiedParameters:
         self._before = {}
         for key, held in self.copies.items():
             group, index = next(iter(held.values()))
-            if group.grads.reduced and group.active[index]:
+            if group.gradients.reduced and group.active[index]:
                 self._before[key] = _gradient(group, index).clone()
                 for copy in held.values():
                     _set_gradient(*copy, torch.zeros_like(self._before[key]))
@@ -134,12 +134,15 @@ def _param(copy: tuple[ParamGroup, int]) -> nn.Parameter:
 def _layout(group: ParamGroup, index: int) -> tuple:
     """What must be the same in all copies."""
     home = group.homes[index]
-    return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.grads.replicated else (home.start, home.stop)
+    return str(group.values.dtype), (0, group.layout.slots[index].numel) if group.gradients.replicated else (
+        home.start,
+        home.stop,
+    )
 
 
 def _gradient(group: ParamGroup, index: int) -> Tensor:
     """This rank's slice of the reduced gradient (stage 0: all of it), flat and contiguous; zeros where there is none."""
-    grads, home, slot = group.grads, group.homes[index], group.layout.slots[index]
+    grads, home, slot = group.gradients, group.homes[index], group.layout.slots[index]
     if not grads.reduced:
         grads.zero()
     place = (
@@ -149,7 +152,7 @@ def _gradient(group: ParamGroup, index: int) -> Tensor:
 
 
 def _set_gradient(group: ParamGroup, index: int, total: Tensor) -> None:
-    grads, home, slot = group.grads, group.homes[index], group.layout.slots[index]
+    grads, home, slot = group.gradients, group.homes[index], group.layout.slots[index]
     if grads.replicated:
         grads.full[slot.offset : slot.stop].copy_(total)
     else:

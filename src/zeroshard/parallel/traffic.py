@@ -1,14 +1,14 @@
 """What each axis of a mesh sends in a step, counted: tensor parallelism's collectives, activations between stages, ZeRO's own.
 
 The second step is counted (the first one may make buffers): every collective of torch in it is looked at while it is dispatched.
-Bytes are those that this rank hands to a collective's ring, as in docs/communication.md: an all-gather or reduce-scatter of n bytes
+Bytes are those that this rank hands to a collective's ring, as in docs/learn/network.md: an all-gather or reduce-scatter of n bytes
 over N ranks sends n (N - 1) / N, an all-reduce twice that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ def ring_nbytes(func: Any, given: Tensor, result: Tensor, size: int) -> float | 
 class _Count(TorchDispatchMode):
     """Bytes of functional collectives, by the name of their group."""
 
-    def __init__(self, axes: dict[str, tuple[str, int]], found: dict[str, float]) -> None:
+    def __init__(self, axes: Mapping[Any, tuple[str, int]], found: dict[str, float]) -> None:
         from torch.distributed.tensor import DTensor
 
         super().__init__()

@@ -16,7 +16,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,11 @@ from .operators import Groups, Operators
 from .plan import ACTIVATIONS, KEPT, PHASES, Phase, Plan
 from .recorder import Recorder
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import ShardOptions
+
 MODEL_AXES = ("pp", "tp")
 Loss = Callable[[nn.Module, Any], Tensor]
 _FIXED_SHAPES = "give zs.plan a model whose shapes do not depend on values, e.g. with experts of a fixed capacity, and without asserts on tensors."
@@ -58,7 +63,7 @@ def plan(
     loss: Loss | None = None, optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, rank: int = 0,
     hold: bool = False, node_size: int | None = None, separate: bool | None = None, checkpointing: bool | Mapping[str, Any] = False,
     name: str = "", hardware: str | Hardware | None = None, config: Config | None = None, parallel: Mapping[str, Any] | None = None,
-    whole: bool = False, **options: Any,
+    whole: bool = False, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
     """What one rank of a run would hold and do: the runtime itself, on imagined ranks (not collective; no memory is taken).
 
@@ -139,7 +144,7 @@ def _check_names(what: str, given: object, verb: Callable, apart: tuple[str, ...
 def observe(
     model_fn: Callable[[], nn.Module], *, ranks: int, rank: int, batch: Any, loss: Loss | None = None,
     optimizer: Callable | None = torch.optim.AdamW, micro_batches: int = 1, hold: bool = False, separate: bool = False, whole: bool = False,
-    checkpointing: bool | Mapping[str, Any] = False, name: str = "", config: Config | None = None, **options: Any,
+    checkpointing: bool | Mapping[str, Any] = False, name: str = "", config: Config | None = None, **options: Unpack[ShardOptions],
 ) -> Plan:  # fmt: skip
     """What `plan` says, found in a real run: two steps of these ranks on real tensors, looked at operator by operator (collective).
 
@@ -210,7 +215,7 @@ def _axes(ranks: int | None, axes: Mapping[str, int] | None) -> dict[str, int]:
         raise ConfigError('zs.plan: expected ranks=N, or axes={"pp": .., "dp": .., "tp": ..}; give one of them.')
     if axes is not None and not isinstance(axes, Mapping):
         raise ConfigError(f'axes: expected ranks by axis, {{"pp": .., "dp": .., "tp": ..}}, got {axes!r}.')
-    found = dict(axes) if axes is not None else {"dp": ranks}
+    found: dict[str, Any] = dict(axes) if axes is not None else {"dp": ranks}
     for axis, size in found.items():
         if axis not in (*MODEL_AXES, "dp") or not _whole(size, 1):
             raise ConfigError(f'axes: expected whole numbers of at least 1 for "pp", "dp" and "tp", got {axis!r}: {size!r}.')
@@ -394,7 +399,7 @@ class _Run:
                 recorder.enter(phase)
                 if number == 1:
                     operators.begin(Trace(rank=self.rank, axes=self.axes, node_size=self.node_size))
-                    before = [dict((kind, t.nbytes) for kind, t in runtime.ledger.traffic.items()) for runtime in runtimes]
+                    before = [{kind: t.nbytes for kind, t in runtime.ledger.traffic.items()} for runtime in runtimes]
                 with self._told("batch: the function that makes it"):
                     batches = [_make(batch) for _ in range(self.micro_batches)]
                 self._tokens = sum(each.numel() for each in batches if isinstance(each, Tensor))

@@ -12,14 +12,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import ConfigError
 
 NAME = "zeroshard_planner"  # of `grouped_experts`, among Transformers' implementations
 
 
-def group_experts(model: nn.Module) -> None:
+def group_experts(model: Any) -> None:
     """Let a model of Transformers compute its experts by `grouped_experts`."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -48,7 +48,7 @@ class _GroupedProduct(torch.autograd.Function):
         return gradient @ weights[0].T, of_weights
 
 
-def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+def grouped_experts(experts: Any, hidden: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     """(tokens, dim), of hidden (tokens, dim) with chosen experts and their scores (tokens, top_k). Its numbers mean nothing."""
     tokens, top_k = chosen.shape
     sorted_experts, order = torch.sort(chosen.reshape(-1))

@@ -77,7 +77,8 @@ def told(what: str, unit: Callable[[], str], remedy: str = "") -> Iterator[None]
     except (ZeroshardError, OutOfTime):
         raise
     except Exception as error:
-        cause, own = error, unit()
+        own = unit()
+        cause: BaseException = error
         while not where(cause) and cause.__cause__ is not None:  # torch's pipeline puts its own around it
             cause = cause.__cause__
         place = where(cause)

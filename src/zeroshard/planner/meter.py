@@ -42,7 +42,8 @@ class Meter:
         self._heap_nbytes = 0  # of blocks that come from the C library's heap
         self._heap_highest = {False: 0, True: 0}  # in the second step: of forward and backward, and of the optimizer's step
         self._moment_of: dict[str, bool] = {}  # phase -> whether its fullest moment was while stepping
-        self._stretch_nbytes, self._stretch = 0, {}  # the fullest moment since `stretch` was last called
+        self._stretch_nbytes = 0
+        self._stretch: Held = {}  # the fullest moment since `stretch` was last called
 
     def enter(self, phase: str) -> None:
         """What follows is of another phase."""

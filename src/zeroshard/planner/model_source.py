@@ -136,7 +136,7 @@ def _shapes() -> dict[str, dict[str, Any]]:
     """Rows of shapes.csv by name, numbers as numbers."""
     with SHAPES.open(newline="", encoding="utf-8") as file:
         rows = [{key: int(text) if text.isdigit() else text for key, text in row.items()} for row in csv.DictReader(file)]
-    return {row["name"]: row for row in rows}
+    return {str(row["name"]): row for row in rows}
 
 
 def _preset(name: str) -> ModelSource:
@@ -269,7 +269,9 @@ def _transformers(name: str) -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{name}: is built by the library transformers; install it with: pip install transformers") from error
+        raise ConfigError(
+            f"{name} is built by the library transformers, which is not installed; in a clone of zeroshard: pip install -e '.[cli]'"
+        ) from error
 
 
 def _imported(what: str, text: str) -> Callable:

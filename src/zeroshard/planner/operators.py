@@ -53,7 +53,7 @@ class Operators(TorchDispatchMode):
     def __init__(self, recorder: Recorder, groups: Groups) -> None:
         super().__init__()
         self.recorder, self.meter, self.groups = recorder, recorder.meter, groups
-        self._under_way = weakref.WeakKeyDictionary()
+        self._under_way: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._messages: Counter[str] = Counter()
         self.subclasses: tuple[type, ...] = (ShardedTensor,)
         if groups.axes:
@@ -94,7 +94,7 @@ class Operators(TorchDispatchMode):
         written = _written(func, args, kwargs)
         if (fresh or written) and tensors:
             made = [x for x in results if torch_compat.storage_id(x.untyped_storage()) in fresh]
-            count = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
+            count: Any = flop_registry.get(func.overloadpacket) or _FLOPS.get(_name(func))
             flops = float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
             dtype, attention = _NAMES.get(tensors[0].dtype, "fp32"), _attention(func, args, kwargs, flops)
             self.recorder.compute(flops, _moved_nbytes(func, tensors, written, made), dtype, attention)

@@ -101,7 +101,7 @@ class Recorder(Watcher):
         tasks, before = self.trace.tasks, self._before
         for number, task in enumerate(tasks):
             if any(n < 0 for n in task.after):
-                after = (n for n in task.after if n >= 0 or -n <= len(tasks) and _alike(tasks[n], before[n]))
+                after = (n for n in task.after if n >= 0 or (-n <= len(tasks) and _alike(tasks[n], before[n])))
                 tasks[number] = replace(task, after=tuple(after))
         self.trace.end = tuple(number for number in self._last if number >= 0)
 
@@ -157,8 +157,10 @@ class Recorder(Watcher):
     ) -> Ticket:
         """A task beside the rank's own order, after what it has done so far."""
         self.flush()
-        more = {"peers": peers, "axis": axis, "channel": channel, "distinct": distinct}
-        return self._add(Task(name, self.meter.phase, nbytes, self._last, unit=self.unit, **more)) + (-self._began,)
+        task = Task(
+            name, self.meter.phase, nbytes, self._last, unit=self.unit, peers=peers, axis=axis, channel=channel, distinct=distinct
+        )  # fmt: skip
+        return (*self._add(task), -self._began)
 
     def sent(self, label: str, sent: Sent, peers: int, distinct: bool = False) -> Ticket:
         nbytes = {Resource.INSIDE: float(sent.inside), Resource.BETWEEN: float(sent.between)}

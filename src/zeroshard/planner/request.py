@@ -68,7 +68,8 @@ class Request:
             raise ConfigError(
                 f"mesh: expected at most {layers} stages, as {self.source.name} has layers, got pp={pp}; the nearest: pp={layers}."
             )
-        example, batch, loss = self.source.example, (self.rows, self.seq), None
+        example, loss = self.source.example, None
+        batch: Any = (self.rows, self.seq)
         if example is None:
             self.source.batch(1, self.seq)  # not longer than it can read
         else:

@@ -128,9 +128,11 @@ def activations(plan: Plan) -> Table:
         if nbytes > 0:
             alike.setdefault(re.sub(r"\d+", "*", unit) or "inputs", []).append(nbytes)
     found = sorted(alike.items(), key=lambda item: -sum(item[1]))
-    unit, name = scale_of(sum(map(sum, alike.values())))
-    rows = [(each, f"{len(sizes):,}", f"{max(sizes) / unit:,.2f}", f"{sum(sizes) / unit:,.2f}") for each, sizes in found[:_MOST]]
-    rows.append(("all", f"{sum(map(len, alike.values())):,}", "", f"{sum(map(sum, alike.values())) / unit:,.2f}"))
+    scale, name = scale_of(sum(map(sum, alike.values())))
+    rows = [
+        (each, f"{len(sizes):,}", f"{max(sizes) / scale:,.2f}", f"{sum(sizes) / scale:,.2f}") for each, sizes in found[:_MOST]
+    ]
+    rows.append(("all", f"{sum(map(len, alike.values())):,}", "", f"{sum(map(sum, alike.values())) / scale:,.2f}"))
     return Table(f"Kept for backward, of a micro-batch, {name}", ("unit", "of them", "the largest", "together"), tuple(rows))
 
 

@@ -1,7 +1,7 @@
 """A layout: how a step of a model is spread over ranks and tiers, as options of zs.shard, and what its collectives send.
 
 Ranks are numbered pp outermost, tp innermost, as `zeroshard train --mesh` numbers them: tp stays inside of a node where it can.
-Volumes are those of docs/communication.md, of R nodes, and S ranks of each, of those along dp; bench/volumes.py counts them.
+Volumes are those of docs/learn/network.md, of R nodes, and S ranks of each, of those along dp; bench/volumes.py counts them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Layout:
                 found["offload_param" if name == "parameter" else f"offload_{name}"] = _DEVICE_NAMES[getattr(self, name)]
         if Tier.DISK in (self.optimizer, self.gradient, self.parameter) and path is not None:
             found["offload_path"] = path
-        named = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
+        named: dict[str, Any] = {"shard_size": self.shard_size, "zero_hpz_partition_size": self.hpz if self.hpz > 1 else None}
         named |= {"max_unit_numel": self.max_unit_numel}
         named |= {"zero_quantized_weights": self.quantized_weights, "zero_quantized_gradients": self.quantized_gradients}
         if self.prefetch_nbytes != Config.prefetch_nbytes:

@@ -32,12 +32,13 @@ def layout_of(request: Request) -> Layout:
     config, kept = request.config, request.checkpointing
     named = kept if isinstance(kept, Mapping) else {}
     checkpointing = "host" if "offload" in named else "partitioned" if "partition" in named else "blocks" if kept else "none"
-    packed = {
+    packed: dict[str, Any] = {
         name: getattr(getattr(config, f"zero_{name}"), "codec", None) for name in ("quantized_weights", "quantized_gradients")
     }
     packed = {name: codec if codec in ("int8", "int4", "fp8") else None for name, codec in packed.items()}
+    axes: dict[str, Any] = dict(request.axes)
     return Layout(
-        **request.axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
+        **axes, stage=config.stage, optimizer=config.offload_optimizer.tier, gradient=config.offload_gradient.tier,
         parameter=config.offload_param.tier, micro_batch=request.rows, micro_batches=request.micro_batches, checkpointing=checkpointing,
         precision=config.precision, shard_size=config.shard_size, hpz=config.zero_hpz_partition_size, node_size=request.ranks_of_node,
         hops="two" if config.hierarchical else "one", prefetch_nbytes=config.prefetch_nbytes, max_unit_numel=config.max_unit_numel,

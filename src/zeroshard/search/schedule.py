@@ -217,7 +217,7 @@ class Stage:
 
     def _ready(self, upcoming: list[Stretch], phase: str) -> None:
         """Gather the first, and those after it as far as is gathered ahead, now: beside the first one's computation."""
-        if not self.sharded or self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE:
+        if not self.sharded or (self.layout.shards == 1 and self.layout.parameter is Tier.DEVICE):
             return
         ahead = 0.0
         for at, stretch in enumerate(upcoming[: LOOKAHEAD + 1]):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -281,14 +281,14 @@ def _stage_bound(profile: Profile, layout: Layout, hardware: Hardware, stage: in
         return resource_seconds(Task("", "", nbytes, peers=peers, **more), hardware, trace)
 
     units = profile.stages(lay.pp)[stage]
-    work = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
+    work: dict[str, Any] = {"flops": flops * tokens / lay.tp, "kernels": products, "products": products, "dtype": lay.precision}
     work["attention"] = attention_of(units, profile.seq, tokens / lay.tp, backward=False)
     forward = seconds({Resource.DEVICE: 0.0}, **work)[Resource.DEVICE]
     computing = (3 + again) * forward * (count + lay.pp - 1)
     if lay.tp > 1:
         sent = 2 * (lay.tp - 1) / lay.tp * summed * tokens * lay.itemsize * (2 + again / 2)
         computing += count * seconds({Resource.INSIDE: sent}, lay.tp)[Resource.INSIDE]
-    links: Counter[Resource] = Counter()
+    links: dict[Resource, float] = defaultdict(float)
     row, whole = STAGES[lay.stage], sizes.own * lay.shards
     weight = Volumes.weight_nbytes(lay) * whole
 
@@ -337,7 +337,7 @@ def timed(profile: Profile, layout: Layout, hardware: Hardware) -> tuple[float, 
     if len(found) == 1:
         return found[0].step_s, found[0]
     each = (found[1].step_s - found[0].step_s) / 2
-    return found[1].step_s + (layout.micro_batches - counts[1]) * each, found[1]
+    return found[1].step_s + (layout.micro_batches - counts[-1]) * each, found[1]
 
 
 def _candidate(profile: Profile, layout: Layout, hardware: Hardware) -> Candidate:

@@ -25,7 +25,7 @@ from .trace import AttentionWork, Resource, Task, Trace
 
 _FILE = Path(__file__).with_name("hardware.toml")
 # types of fields
-_OTHERS = {
+_OTHERS: dict[str, tuple[Any, str]] = {
     "str": (str, "a text"),
     "Mapping": (Mapping, "a table"),
     "tuple": ((list, tuple), "a list of numbers"),
@@ -287,7 +287,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         import tomllib
     except ModuleNotFoundError:  # Python 3.10
-        import tomli as tomllib
+        import tomli as tomllib  # type: ignore[no-redef]
     try:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -338,7 +338,7 @@ def _checked(table: Any, kind: type, where: str) -> dict[str, Any]:
         may_be_zero = key in ("disk_nbytes", "overhead_nbytes", "latency_s", "kernel_latency_s")
         kinds = known[key].type if key in known else "float"
         if kinds.split(" ")[0] in ("int", "float") and (
-            isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or may_be_zero and value == 0)
+            isinstance(value, bool) or not isinstance(value, (int, float)) or not (value > 0 or (may_be_zero and value == 0))
         ):
             raise ConfigError(f"{where}: {key}: expected a number above 0, got {value!r}")
         if kinds == "int" and value != int(value):

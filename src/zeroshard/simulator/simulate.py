@@ -285,7 +285,7 @@ def _circle(graph: _Graph, stuck: set[int]) -> str:
     while number not in path:
         path.append(number)
         number = next(other for other in graph.before[number] if other in stuck)
-    path = path[path.index(number) :] + [number]
+    path = [*path[path.index(number) :], number]
     said = " waits for ".join(f"{graph.tasks[n].name!r} (trace {graph.places[n][0]})" for n in path)
     return f"this schedule never ends: {said}. Start what others wait for before what waits for them."
 

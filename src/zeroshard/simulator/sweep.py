@@ -1,7 +1,7 @@
 """Sweeps: how a step scales with ranks, batch, achieved bandwidth and latency, and where communication cancels the gain.
 
 Words, for rows that differ in ranks alone: *speed-up*: the throughput over that of the fewest ranks; *ideal*: the ratio of ranks;
-*efficiency*: speed-up over ideal. The *limit* is the fewest ranks at which the throughput of all ranks together no longer grows,
+*efficiency*: speed-up over ideal, at most 1. The *limit* is the fewest ranks at which the throughput of all ranks together no longer grows,
 or efficiency is below one half: from there on more ranks are bought for communication.
 """
 
@@ -12,16 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .hardware import Hardware
 from .simulate import simulate
 from .spread import two_digits
 from .trace import Trace
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Maker = Callable[
     [int, int], Trace | Sequence[Trace]
@@ -59,7 +55,8 @@ class Row:
 
     @property
     def efficiency(self) -> float:
-        return self.speedup / self.ideal
+        """1 where more ranks gain more than their number, since each of them steps fewer optimizer states."""
+        return min(self.speedup / self.ideal, 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,32 +87,19 @@ class Sweep:
         """Of curves, which have more than one number of ranks."""
         return [_limit(setting, rows) for setting, rows in self.curves.items() if len(rows) > 1]
 
-    def table(self) -> Table:
-        """For rich's console."""
-        from rich.table import Table
-
-        table = Table(title=f"a step on {self.hardware.name}", caption="\n".join(map(str, self.limits)), caption_justify="left")
-        for name in (
-            "ranks",
-            "micro-batch",
-            "bandwidth",
-            "latency",
-            "step",
-            "TFLOPS a device",
-            "tokens/s",
-            "speed-up",
-            "efficiency",
-        ):
-            table.add_column(name, justify="right")
+    def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The header and the rows of a table."""
+        header = ("ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency")
+        rows = []
         for row in self.rows:
             s = row.setting
             latency = "" if s.latency_s is None else f"{_US * s.latency_s:g} us"
-            table.add_row(
-                f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency,
-                f"{two_digits(1e3 * row.step_s)} ms", two_digits(row.tflops), two_digits(row.tokens_per_s),
-                f"{two_digits(row.speedup)} of {row.ideal:,.4g}", f"{row.efficiency:.0%}", end_section=row is self.curves[s][-1],
-            )  # fmt: skip
-        return table
+            rows.append((
+                f"{row.ranks:,}", str(s.micro_batch), f"{s.utilisation:.0%}", latency, f"{two_digits(1e3 * row.step_s)} ms",
+                two_digits(row.tflops), two_digits(row.tokens_per_s), f"{two_digits(row.speedup)} of {row.ideal:,.4g}",
+                f"{row.efficiency:.0%}",
+            ))  # fmt: skip
+        return header, rows
 
     def draw(self, path: str | Path, title: str = "") -> None:
         """A PNG: throughput over ranks on logarithmic axes with the ideal and the limits, and TFLOPS a device."""
@@ -178,8 +162,9 @@ def sweep(
                 throughput = 1e12 * done.tflops * number
                 first = first or (throughput, number)
                 speedup, ideal = throughput / first[0] if first[0] else math.nan, number / first[1]
-                values = done.step_s, done.tflops, done.tokens_per_s, throughput, speedup, ideal
-                rows.append(Row(setting, number, *values, bound=done.bound))
+                rows.append(
+                    Row(setting, number, done.step_s, done.tflops, done.tokens_per_s, throughput, speedup, ideal, done.bound)
+                )
     return Sweep(tuple(rows), hardware)
 
 

@@ -26,21 +26,24 @@ _LETTERS_IN, _EDGED = 17, 0.003  # letters an inch; the share of the step from w
 
 def write_chrome_trace(simulation: Simulation, path: str | Path) -> None:
     """One process per trace, one thread per resource; times in microseconds, bytes and flops among a task's arguments."""
-    events: list[dict] = []
     resources = list(Resource)
-    for number in range(len(simulation.traces)):
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": _stage(simulation, number)}})
+    events: list[dict] = [
+        {"ph": "M", "name": "process_name", "pid": number, "args": {"name": _stage(simulation, number)}}
+        for number in range(len(simulation.traces))
+    ]
     for number, lane in _lanes(simulation):
         thread = {"pid": number, "tid": resources.index(lane)}
         events.append({"ph": "M", "name": "thread_name", **thread, "args": {"name": SAYS[lane]}})
         events.append({"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": thread["tid"]}})
     for number, place, begin, end in simulation.spans:
         task = simulation.traces[number].tasks[place]
-        for lane in _lanes_of(task, simulation.hardware):
-            events.append({
+        events += [
+            {
                 "ph": "X", "name": task.name, "cat": task.phase, "pid": number, "tid": resources.index(lane), "ts": 1e6 * begin,
                 "dur": 1e6 * (end - begin), "args": _arguments(task),
-            })  # fmt: skip
+            }
+            for lane in _lanes_of(task, simulation.hardware)
+        ]  # fmt: skip
     about = {"hardware": simulation.hardware.name, "step_s": simulation.step_s, "bound": simulation.bound}
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))
 

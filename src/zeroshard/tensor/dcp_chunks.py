@@ -29,8 +29,11 @@ class Slice(Protocol):
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    _local: Tensor
     _home: Any
+
+    @property
+    def _local(self) -> Tensor:
+        """This rank's slice."""
 
     def _write_strided(self, values: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
         """Set elements of this rank's slice; which, as in torch.as_strided."""
@@ -51,7 +54,7 @@ class LocalBox(torch.Tensor):
     __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         if func is aten.detach.default:
             return args[0]._part(args[0].shape, args[0]._first)
         if func is aten.slice.Tensor:

@@ -34,7 +34,8 @@ def _read(tensor: Any, value: Tensor, sliced: bool) -> Tensor:
     """A value that `tensor` was asked for, in its graph. sliced: it is this rank's slice, else the whole."""
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return value
-    arrive = tensor._home.arrival(sliced) if isinstance(tensor, nn.Parameter) else _lost(tensor._home.name)
+    home = tensor._home
+    arrive = home.arrival(sliced) if isinstance(tensor, nn.Parameter) else _lost(home.name)
     return _Read.apply(tensor.__dict__.get("_compute", tensor), value, arrive)
 
 
@@ -52,8 +53,11 @@ class ReadableSlices:
     """Mixed into sharded tensors."""
 
     _home: Any
-    _local: Tensor
     shape: torch.Size
+
+    @property
+    def _local(self) -> Tensor:
+        raise NotImplementedError
 
     def to_local(self) -> Tensor:
         """This rank's slice, (stop - start,), sharing memory: read it; write through the sharded tensor. Gradients go through it."""

@@ -11,9 +11,10 @@ brings a gradient of other placements (a partial sum, where activations are cut 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -57,18 +58,20 @@ class Distribution:
     @cached_property
     def part(self) -> Part | None:
         """Which part of the whole this rank's shard is; None: all of it."""
-        place, part = self.mesh.get_coordinate(), None
+        place = self.mesh.get_coordinate()
+        part: Part | None = None
         assert place is not None
         extents = list(self.shape)
         for size, number, placement in zip(self.mesh.shape, place, self.placements, strict=True):
             if placement.is_replicate():
                 continue
             maps = getattr(placement, "split_factor", 1)  # of a weight that holds several maps, each of which is cut
-            extent = extents[placement.dim] // maps
+            dim = placement.dim  # type: ignore[attr-defined]  # it shards
+            extent = extents[dim] // maps
             step = -(-extent // size)  # as torch.chunk cuts
             start, stop = min(step * number, extent), min(step * (number + 1), extent)
-            part = Part(placement.dim, start, stop, tuple(extents), maps, part)
-            extents[placement.dim] = maps * (stop - start)
+            part = Part(dim, start, stop, tuple(extents), maps, part)
+            extents[dim] = maps * (stop - start)
         return part
 
     def wrap(self, local: Tensor) -> DTensor:
@@ -87,7 +90,7 @@ class Distribution:
     def local(self, value: Tensor) -> Tensor:
         """This rank's shard of a value: of a DTensor, or of a whole tensor. Anything else as it is."""
         if is_distributed(value):
-            return value.redistribute(self.mesh, self.placements).to_local()  # type: ignore[attr-defined]
+            return value.redistribute(self.mesh, self.placements).to_local()
         return self.part.of(value) if self.part is not None and tuple(value.shape) == self.shape else value
 
 
@@ -119,7 +122,7 @@ def distribution_of(param: Tensor) -> Distribution | None:
     return param.__dict__.get("_distribution")
 
 
-def is_distributed(value: object) -> bool:
+def is_distributed(value: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor."""
     return _MODULE in sys.modules and isinstance(value, sys.modules[_MODULE].DTensor)
 
@@ -162,7 +165,7 @@ class Localised:
             parameters[attribute] = param
         self._replace({id(local): param for param, local in self._made.values()})
 
-    def _replace(self, others: dict[int, nn.Parameter]) -> None:
+    def _replace(self, others: Mapping[int, Tensor]) -> None:
         if self.optimizer is None or not others:
             return
         for group in self.optimizer.param_groups:

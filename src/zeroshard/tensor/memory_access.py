@@ -32,7 +32,10 @@ class HasNoMemory:
             f"{self._home.name}: this rank holds a slice; call detach().full_tensor() (collective) first{earlier}."
         )
 
-    tolist = __array__ = numpy
+    tolist = numpy
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self.numpy()
 
     def data_ptr(self) -> NoReturn:
         """Refused: the memory of the whole is on no rank."""

@@ -46,7 +46,7 @@ class ReleasedParameter(ReadableWhole, nn.Parameter):
         """The class of one unit's parameters. gather: makes the unit ready for the backward that runs."""
         return type(cls.__name__, (cls,), {"_gather": staticmethod(gather), "__module__": cls.__module__})
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return "ReleasedParameter(its unit is not gathered)"
 
 
@@ -60,5 +60,5 @@ class AwayParameter(ReleasedParameter):
     def grad(self) -> Tensor | None:  # type: ignore[override]
         raise StatesAway(self._why)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return "AwayParameter(see zs.reload_states)"

@@ -16,7 +16,7 @@ state dicts, `numel()` and initialisation code work as on one process. What an o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +43,22 @@ class Home(Protocol):
     start: int  # this rank's elements [start, stop) of the flattened tensor
     stop: int
     comm: Any  # of the ranks that have the other slices
-    meeting: Any  # of those that measure it together: norms
-    counts: bool  # this rank's slice is one that is measured
-    distributed: bool  # the whole is itself a part of a larger tensor, along tensor or expert parallelism
-    undivided: bool  # its gradient is a weighted sum that the step will divide
+
+    @property
+    def meeting(self) -> Any:
+        """The Comm of the ranks that measure it together: norms."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's slice is one that is measured."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether the whole is itself a part of a larger tensor, along tensor or expert parallelism."""
+
+    @property
+    def undivided(self) -> bool:
+        """Whether its gradient is a weighted sum that the step will divide."""
 
     def before_write(self) -> None:
         """A parameter's slice is about to be written (collective where peers read it in place)."""
@@ -77,6 +89,10 @@ class Home(Protocol):
 
     def assign(self, param: Tensor, value: Tensor) -> None:
         """`param.data = value`."""
+
+
+class ParameterHome(Home, Protocol):
+    """The home of a parameter, to which gradients come."""
 
     def adopt(self, hook: Callable) -> Callable:
         """What autograd is to call when the gradient is complete, for a hook of the program."""
@@ -113,7 +129,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
     __torch_function__ = torch_compat.disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
         if handler is not None:
@@ -126,7 +142,7 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
             return _elementwise(func, args, kwargs)
         raise _refusal(func, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return (
             f"{type(self).__name__}({self._home.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"elements [{self._home.start}, {self._home.stop}) on this rank, requires_grad={self.requires_grad})"
@@ -144,9 +160,9 @@ class ShardedTensor(ReadableSlices, HasNoMemory, torch.Tensor):
         return memo.setdefault(id(self), self.detach().clone())
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The value without its graph; what is assigned is copied into the slices."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return torch_compat.data_attribute.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -177,11 +193,12 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
     """What stands in a module's table of parameters at rest. An nn.Parameter by isinstance."""
 
     _is_param = True
+    _home: ParameterHome
     _compute: nn.Parameter  # the tensor that autograd sees while the unit is gathered
 
     @staticmethod
     def __new__(
-        cls, local: Tensor | None, shape: tuple[int, ...], home: Home, requires_grad: bool = True, *,
+        cls, local: Tensor | None, shape: tuple[int, ...], home: ParameterHome, requires_grad: bool = True, *,
         dtype: torch.dtype | None = None, device: torch.device | None = None,
     ) -> ShardedParameter:  # fmt: skip
         return ShardedTensor.__new__(  # type: ignore[return-value]
@@ -204,16 +221,16 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
             return func(*args, **kwargs)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The sharded value without its graph; what is assigned is copied into the slices."""
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return torch_compat.data_attribute.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         self._home.assign(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks as a sharded tensor of the true shape; None before backward."""
         return self._home.gradient()
 
@@ -236,10 +253,10 @@ class ShardedParameter(CarriesAttributes, ShardedTensor):
 class ReplicatedParameter(ReadableWhole, nn.Parameter):
     """A parameter of a replicated unit: an ordinary one, but for `.grad`, which shows the reduced gradient."""
 
-    _home: Home
+    _home: ParameterHome
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The value without its graph, but with its count of writes: masters follow them. What is assigned is copied."""
         return self.detach()
 
@@ -248,7 +265,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         self._home.assign(self, value)
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         """The mean gradient over ranks (sharded placement: a sharded tensor of the true shape), or None."""
         local = local_grad(self)
         if local is not None or torch.compiler.is_compiling():
@@ -258,7 +275,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if local_grad(self) is not None:  # inside a hook of the user: what this rank is about to send
-            torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+            torch_compat.grad_attribute.__set__(self, value)
         else:
             self._home.set_gradient(value)
 
@@ -271,7 +288,7 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
         copy = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
         return memo.setdefault(id(self), copy)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """As an ordinary parameter, which it is when it comes back."""
         copy = self.__deepcopy__({})
         copy.__dict__.update(attributes_of(self))
@@ -280,18 +297,18 @@ class ReplicatedParameter(ReadableWhole, nn.Parameter):
 
 def local_grad(param: Tensor) -> Tensor | None:
     """What autograd itself has accumulated on a tensor, whatever `.grad` shows."""
-    return torch.Tensor.grad.__get__(param)  # type: ignore[attr-defined]
+    return torch_compat.grad_attribute.__get__(param)
 
 
 def set_data(param: Tensor, value: Tensor) -> None:
     """`param.data = value` as torch does it: the parameter gets other memory."""
-    torch.Tensor.data.__set__(param, value)  # type: ignore[attr-defined]
+    torch_compat.data_attribute.__set__(param, value)
 
 
 def clear_local_grad(param: Tensor) -> None:
     """Drop what autograd has accumulated on a tensor, of which nothing else is looked at: it may be released."""
     with torch_compat.DisableTorchFunctionSubclass():
-        torch.Tensor.grad.__set__(param, None)  # type: ignore[attr-defined]
+        torch_compat.grad_attribute.__set__(param, None)
 
 
 # -- operations ----------------------------------------------------------------------------------------------
@@ -335,15 +352,15 @@ def _parameters_in(tree: Any) -> list[ShardedParameter]:
 
 
 def _begin_write(tensor: Tensor) -> None:
-    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+    if isinstance(tensor, ShardedParameter) or (isinstance(tensor, ShardedTensor) and tensor._of_parameter):
         tensor._home.before_write()
 
 
 def _end_write(tensor: Tensor, local: Tensor, offset: int = 0) -> None:
     """local: what elements [offset, offset + n) of the slice have become."""
-    if isinstance(tensor, ShardedParameter) or getattr(tensor, "_of_parameter", False):
+    if isinstance(tensor, ShardedParameter) or (isinstance(tensor, ShardedTensor) and tensor._of_parameter):
         tensor._home.after_write(local, offset)
-    elif getattr(tensor, "_of_gradient", False):
+    elif isinstance(tensor, ShardedTensor) and tensor._of_gradient:
         tensor._home.after_gradient_write(local, offset)
 
 
@@ -426,7 +443,8 @@ def _select(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
 
 def _slice(func: Any, args: tuple, kwargs: dict) -> ShardedTensor:
     """weight[a:b]: adjacent rows."""
-    source, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    source, dim, start, stop, step = (*args, *defaults[len(args) - 1 :])
     if dim % max(len(source.shape), 1) != 0 or step != 1:
         raise _refusal(func, args, kwargs)
     start, stop, _ = slice(start, stop).indices(source.shape[0])

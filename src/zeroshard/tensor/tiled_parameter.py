@@ -129,7 +129,7 @@ class Tiled(nn.Module):
     """A module that was cut into tiles, in place. It has the attributes it had, but for the parameters."""
 
     stands_for: type[nn.Module]
-    tiles: nn.ModuleList
+    tiles: Any  # a ModuleList of them
 
     def __getattr__(self, name: str) -> Any:
         if name in self._cut_attributes():
@@ -147,7 +147,7 @@ class Tiled(nn.Module):
 
     def _cut_attributes(self) -> set[str]:
         """Names of the parameters that are in the tiles."""
-        tiles = torch_compat.early_modules(self).get("tiles", ())
+        tiles: Any = torch_compat.early_modules(self).get("tiles", ())
         return {attribute for tile in tiles for attribute in tile.parts}
 
     @property
@@ -207,8 +207,7 @@ def join(values: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
     for name, value in values.items():
         if name in parts:
             pieces.setdefault(whole_name(name), []).append(value)
-            name = whole_name(name)
-        result[name] = value
+        result[whole_name(name) if name in parts else name] = value
     joined: dict[tuple, Tensor] = {}
     dims = {whole_name(name): dim for name, dim in parts.items()}
     for name, tensors in pieces.items():

@@ -55,7 +55,7 @@ def tiled_cross_entropy(
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
         )  # fmt: skip
         return loss.view(targets.shape) if reduction == "none" else loss
-    vocabulary, ignored = int(head.out_features), labels == ignore_index  # type: ignore[arg-type]
+    vocabulary, ignored = head.out_features, labels == ignore_index
     torch_compat.assert_async(
         (ignored | ((labels >= 0) & (labels < vocabulary))).all(),
         f"targets: expected classes 0 to {vocabulary - 1} or ignore_index={ignore_index}, got one outside.",

@@ -34,7 +34,7 @@ class ExpertsTile(Tile):
         """(S, H), (S, 1) counted from the tile's first expert, (S, 1) -> (S, H)"""
         if not len(hidden):
             return _Idle.apply(hidden, *torch_compat.own_parameters(self).values())
-        return super().forward(hidden, index, weights)  # type: ignore[misc]
+        return super().forward(hidden, index, weights)
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _blank, (self.stands_for,), self.__dict__
@@ -88,7 +88,8 @@ def _tile_class(cls: type[nn.Module]) -> type[ExpertsTile]:
 
 
 def _blank(cls: type[nn.Module]) -> ExpertsTile:
-    return object.__new__(_tile_class(cls))
+    tile_class: type[ExpertsTile] = _tile_class(cls)  # type: ignore[arg-type]  # a class can be hashed
+    return object.__new__(tile_class)
 
 
 def are_experts(module: nn.Module) -> bool:
@@ -119,6 +120,7 @@ def make_tiles(module: nn.Module, weights: dict[str, list[nn.Parameter]], parts:
             tile.register_module(name, child)
         for attribute in torch_compat.own_parameters(module):
             tile.register_parameter(attribute, weights[attribute][number] if attribute in weights else None)
-        tile.num_experts, tile.parts = part.stop - part.start, {a: each[number] for a, each in parts.items()}
+        tile.__dict__["num_experts"] = part.stop - part.start
+        tile.parts = {a: each[number] for a, each in parts.items()}
         tiles.append(tile)
     return tiles

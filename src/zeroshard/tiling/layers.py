@@ -69,7 +69,7 @@ class TiledLinear(Tiled):
         """(..., in_features) -> (..., out_features)"""
         if self.dim == 0:
             return torch.cat([tile(x) for tile in self.tiles], dim=-1)
-        total = None
+        total: Any = None
         for tile in self.tiles:
             part = tile.parts["weight"]
             partial = tile(x[..., part.start : part.stop])
@@ -107,7 +107,8 @@ class TiledEmbedding(Tiled):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(...) -> (..., embedding_dim). Every tile looks up every token; later tiles take over the tokens from their start."""
-        out, last = None, len(self.tiles) - 1
+        out: Any = None
+        last = len(self.tiles) - 1
         for number, tile in enumerate(self.tiles):
             start, rows = tile.parts["weight"].start, tile.num_embeddings
             # not below the first row nor above the last: what is outside the vocabulary raises, as in torch

@@ -11,6 +11,7 @@ ZeRO-Infinity, arXiv 2104.07857, section 5.1.3 (memory-centric tiling).
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections import defaultdict
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 
 from ..config import Config
 from ..errors import ConfigError, ZeroshardError
-from ..optim.sharded_optimizer import ShardedOptimizer
 from ..tensor.attributes import attributes_of
 from ..tensor.sharded_tensor import ShardedParameter, ShardedTensor
 from ..tensor.tiled_parameter import Part, Tiled
@@ -124,10 +124,14 @@ def _check_arguments(
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
             raise ConfigError(f"{name}: expected a positive number of bytes, got {value!r}.")
     sharded = any("_zeroshard" in module.__dict__ for module in model.modules())
-    if sharded or any(isinstance(getattr(param, "_home", None), ParamHome) for param in model.parameters()):
+    if sharded or any(_is_sharded(param) for param in model.parameters()):
         raise ZeroshardError("this model is sharded already: zs.tile(model) comes before zs.shard(), or zs.close() it first.")
-    if isinstance(optimizer, ShardedOptimizer):
+    if optimizer is not None and any(_is_sharded(param) for group in optimizer.param_groups for param in group["params"]):
         raise ZeroshardError("this optimizer is sharded already: zs.tile() comes before zs.shard().")
+
+
+def _is_sharded(param: Any) -> bool:
+    return isinstance(getattr(param, "_home", None), ParamHome)
 
 
 def _say(line: str) -> None:
@@ -143,14 +147,14 @@ def _holders(model: nn.Module) -> dict[nn.Parameter, list[Holder]]:
     found: dict[nn.Parameter, list[Holder]] = defaultdict(list)
     for prefix, module in model.named_modules():
         for attribute, param in torch_compat.own_parameters(module).items():
-            if param is not None and not isinstance(param, nn.parameter.UninitializedTensorMixin):
+            if param is not None and not isinstance(param, torch_compat.UninitializedTensorMixin):
                 found[param].append(Holder(prefix, module, attribute))
     return found
 
 
 def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dtype | None) -> tuple[list[Cut], list[str]]:
     """Cuts that leave no weight above `limit` bytes, and a line for each parameter above it that stays whole."""
-    cuts, whole, seen = [], [], set()
+    cuts, whole, seen = [], [], set[nn.Parameter]()
     for param, held in holders.items():
         if param in seen:
             continue
@@ -173,8 +177,7 @@ def _plan(holders: dict[nn.Parameter, list[Holder]], limit: int, dtype: torch.dt
 
 
 def _itemsize(param: Tensor, dtype: torch.dtype | None) -> int:
-    keeps = dtype is None or not follows_precision(param.dtype)
-    return param.element_size() if keeps else dtype.itemsize
+    return dtype.itemsize if dtype is not None and follows_precision(param.dtype) else param.element_size()
 
 
 def _nbytes(param: Tensor, dtype: torch.dtype | None) -> int:
@@ -230,8 +233,8 @@ def _bounds(extent: int, most: int) -> list[int]:
     for step in (_ROWS, 1):
         chunks = extent // step
         bounds = [chunks * i // count * step for i in range(count)] + [extent]
-        lengths = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
-        if 0 < min(lengths) and max(lengths) <= most:
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        if min(lengths) > 0 and max(lengths) <= most:
             return bounds
     raise AssertionError(f"no tiles of at most {most} for {extent}")
 
@@ -333,7 +336,7 @@ def _tiles_of(
     """What a module becomes, and its tiles."""
     if tiled_experts.are_experts(module):
         tiles = tiled_experts.make_tiles(module, weights, parts)
-        module.stands_for = type(module)
+        module.__dict__["stands_for"] = type(module)
         return tiled_experts.TiledExperts, tiles
     of_weight = list(zip(weights["weight"], parts["weight"], strict=True))
     if type(module) is nn.Embedding:

@@ -50,7 +50,7 @@ class Outer:
 class Packed:
     """A tensor that outer hooks have packed."""
 
-    __slots__ = ("value", "unpack")
+    __slots__ = ("unpack", "value")
 
     def __init__(self, value: Any, unpack: Callable[[Any], Tensor]) -> None:
         self.value, self.unpack = value, unpack

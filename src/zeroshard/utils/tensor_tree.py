@@ -98,7 +98,7 @@ class Exchanged:
         self._results: dict[int, Any] = {}  # id of an object of the caller's -> what the callee gets for it
         self._exchanged: list[tuple[Any, Any]] = []  # (the caller's, the callee's), where they are not the same
         self.value = self._mapped(value)
-        self._before = [_content(new) for _, new in self._exchanged]
+        self._before: list[Any] = [_content(new) for _, new in self._exchanged]
 
     def _mapped(self, item: Any) -> Any:
         if isinstance(item, _TENSORLESS):
@@ -131,7 +131,7 @@ class Exchanged:
         """After the call: the caller's containers become what the callee has made of their copies, with the caller's own tensors."""
         given = {id(new): old for old, new in self._exchanged}
         for (old, new), before in zip(self._exchanged, self._before, strict=True):
-            now = _content(new)
+            now: Any = _content(new)
             if isinstance(now, list) and not _alike(now, before):
                 old[:] = [given.get(id(item), item) for item in now]
             elif isinstance(now, dict):

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (  # noqa: F401
     unset_fake_temporarily,
 )
 from torch.autograd import Variable
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # noqa: F401
 from torch.nn.utils import parametrize
 from torch.optim._muon import muon  # noqa: F401
 from torch.utils._python_dispatch import (  # noqa: F401
@@ -68,9 +69,11 @@ local_part = attrgetter("_local_tensor")  # DTensor -> this rank's part, past au
 checkpoint_offset = attrgetter("_checkpoint_offset")
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor: stay with the Python object when it is swapped
 FAKE_DEVICE = ("fake_device", "_fake_device")  # attributes by which a fake tensor says where it is
+grad_attribute: Any = torch.Tensor.grad  # descriptors: what `.grad` and `.data` are where no subclass has its own
+data_attribute: Any = torch.Tensor.data
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # as `__torch_function__` of a class: torch's functions as they are
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 assert_async = torch._assert_async
 fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
@@ -78,7 +81,7 @@ fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_ = (
 )  # fmt: skip
 
 
-def in_no_graph(tensor: torch.Tensor) -> bool:
+def in_no_graph(tensor: Any) -> bool:
     """Whether no living graph of autograd refers to a tensor: it may be swapped then."""
     return tensor._use_count() <= 1
 
@@ -103,7 +106,7 @@ def faking() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def foreach_types() -> list[type]:
+def foreach_types() -> list[type[torch.Tensor]]:
     """The classes of tensors that torch's functions take many at a time, to be added to."""
     return torch.utils._foreach_utils._foreach_supported_types
 
@@ -147,7 +150,7 @@ def carry_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable]:
     """The hooks of a tensor that run when its gradient is complete: torch's own table, in which they may be exchanged."""
-    return tensor._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+    return tensor._post_accumulate_grad_hooks or {}
 
 
 # -- modules and optimizers --------------------------------------------------------------------------------------
@@ -324,4 +327,5 @@ def give_threads_their_own_parametrizations() -> None:
     next use, the repeated forward of a checkpoint say, finds the value of an earlier one instead of computing it.
     """
     parametrize._cache = _cache  # type: ignore[assignment]
-    parametrize.cached.__wrapped__.__code__ = _cached.__code__  # its code: others hold the function by its name
+    cached: Any = parametrize.cached
+    cached.__wrapped__.__code__ = _cached.__code__  # its code: others hold the function by its name

@@ -98,10 +98,10 @@ class Attendance:
 
     def gather(self, unit: Unit) -> None:
         """Start to gather a unit, on ranks whose data has ended as well."""
-        if self.joined and self.gathers_meet and not self.serving and unit.phase in (Phase.SHARDED, Phase.FETCHING):
-            if self.ended or self._unasked:
-                self.ask("gather", unit.number, unit.name)
-                self._unasked = False
+        meets = self.joined and self.gathers_meet and not self.serving and unit.phase in (Phase.SHARDED, Phase.FETCHING)
+        if meets and (self.ended or self._unasked):
+            self.ask("gather", unit.number, unit.name)
+            self._unasked = False
         unit.gather()
 
     def ask(self, event: str | None, values: Any = None, name: str = "") -> tuple[str, Any] | None:

@@ -73,9 +73,9 @@ def choose(
     activations = max(each[3] for each in told)
     room = {Tier.DEVICE: round(device * (1 - _FREE if kept is not None else 1 - _UNKNOWN)) - activations, Tier.HOST: host}
     tried: list[str] = []
-    for number, row in enumerate(CHOICES):
+    for row in CHOICES:
         candidate = _candidate(config, row, comm)
-        if candidate is None or (comm.world_size == 1) != (row[0] == 0) and not any(row[1:]):
+        if candidate is None or ((comm.world_size == 1) != (row[0] == 0) and not any(row[1:])):
             continue
         held = _held(candidate, comm, model, specs, optimizer)
         if all(held.get(tier, 0) <= nbytes for tier, nbytes in room.items()):
@@ -94,7 +94,8 @@ def _candidate(config: Config, row: tuple[int, str | None, str | None, str | Non
     if ("nvme" in row and config.offload_path is None) or ("cpu" in row and "nvme" not in row and not comm.streams.separate_host):
         return None
     try:
-        return dataclasses.replace(config, stage=row[0], **dict(zip(STATES, row[1:], strict=True)))
+        chosen: dict[str, Any] = dict(zip(STATES, row[1:], strict=True))
+        return dataclasses.replace(config, stage=row[0], **chosen)
     except ConfigError:
         return None
 
@@ -107,8 +108,8 @@ def _held(
     tiers.state_columns = state_columns(optimizer)
     builder = Builder(config, Topology.flat(comm), tiers.ledger, tiers, optimizer_groups(optimizer), 0)
     found: dict[Tier, int] = {Tier.DEVICE: 0}
-    for (_, tier, _), nbytes in builder.needs(partition(model, config, specs)).items():
-        tier = Tier.DEVICE if tier is Tier.HOST and not tiers.separate else tier
+    for (_, planned, _), nbytes in builder.needs(partition(model, config, specs)).items():
+        tier = Tier.DEVICE if planned is Tier.HOST and not tiers.separate else planned
         found[tier] = found.get(tier, 0) + nbytes
     return found
 
@@ -137,7 +138,9 @@ def _kept_nbytes(model: nn.Module, sample: Any, config: Config) -> int:
     )
     try:
         with without_fake_logs(), mode, torch.random.fork_rng(devices=[]):
-            fake = {name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
+            fake: dict[str, Tensor] = {
+                name: mode.from_tensor(value) for name, value in (*model.named_parameters(), *model.named_buffers())
+            }
             own = {torch_compat.storage_id(value.untyped_storage()) for value in fake.values()}
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 output = torch.func.functional_call(model, fake, args, dict(named))

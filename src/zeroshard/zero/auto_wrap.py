@@ -82,7 +82,7 @@ def check_lazy(model: nn.Module) -> None:
     """Raise ShardedAccessError for a parameter or buffer that gets its shape in the first forward, naming its module."""
     for prefix, module in model.named_modules():
         for attribute, tensor in (*torch_compat.own_parameters(module).items(), *torch_compat.own_buffers(module).items()):
-            if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            if isinstance(tensor, torch_compat.UninitializedTensorMixin):
                 where = f" of {prefix}" if prefix else ""
                 raise ShardedAccessError(
                     f"{attribute}{where} ({type(module).__name__}) has no shape before the first forward. Run one before zs.shard(), and "
@@ -137,15 +137,15 @@ def _module_dtypes(model: nn.Module, config: Config) -> tuple[dict[int, torch.dt
     which reads its parameters.
     """
     found: dict[str, torch.dtype | None] = {}
-    unmatched, result = set(config.dtypes), {}
+    unmatched, result = set(config.dtypes), dict[int, torch.dtype]()
     for name, module in model.named_modules():
         keys = _matching(name, module, config.dtypes) if _is_called(module) else []
         unmatched.difference_update(keys)
         around = found[name.rpartition(".")[0]] if name else None
         lowered = (around or config.compute_dtype) in (torch.bfloat16, torch.float16)
-        found[name] = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
-        if found[name] is not None:
-            result[id(module)] = found[name]
+        found[name] = own = config.dtypes[keys[0]] if keys else torch.float32 if lowered and _has_statistics(module) else around
+        if own is not None:
+            result[id(module)] = own
     return result, [key for key in config.dtypes if key in unmatched]
 
 
@@ -242,7 +242,7 @@ def find_blocks(model: nn.Module, units: Units, option: str = "units") -> list[t
         return _repeated(model, leaves=False) or _repeated(model, leaves=True)
     if callable(units):
         return _around(named, [(name, module) for name, module in named if units(name, module)])
-    return _around(named, _of_classes(named, tuple(units), option))  # type: ignore[arg-type]
+    return _around(named, _of_classes(named, tuple(units), option))
 
 
 def _around(named: list[tuple[str, nn.Module]], found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -291,9 +291,8 @@ def _nearest_block(model: nn.Module, blocks: set[int]) -> dict[int, int]:
 
     def visit(module: nn.Module, block: int | None) -> None:
         block = id(module) if id(module) in blocks else block
-        if block is not None:
-            if nearest.setdefault(id(module), block) != block:
-                nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
+        if block is not None and nearest.setdefault(id(module), block) != block:
+            nearest[id(module)] = -1  # a module shared by two blocks belongs to neither
         for child in module.children():
             visit(child, block)
 
@@ -315,7 +314,7 @@ def _rest_units(model: nn.Module, config: Config, units: list[UnitPlan], rest: l
         own_numel = sum(p.numel() for p in torch_compat.own_parameters(owners[0]).values() if p is not None)
         tiles = all(isinstance(owner, Tile) for owner in owners)
         alone = model not in owners and all(_is_leaf(owner) and _is_called(owner) for owner in owners)
-        if tiles or own_numel >= large_numel and alone:
+        if tiles or (own_numel >= large_numel and alone):
             key = frozenset(map(id, owners))
             plan = by_owner.setdefault(key, UnitPlan(spec.name.rpartition(".")[0], _unique(owners)))
             plan.specs.append(spec)

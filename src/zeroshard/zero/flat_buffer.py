@@ -47,7 +47,8 @@ def _own_storages(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
     storage, first, size = flat.untyped_storage(), flat.storage_offset(), flat.itemsize
     memories = (storage[(first + slot.offset) * size : (first + slot.stop) * size] for slot in layout.slots)
     fresh = (torch.empty(0, dtype=flat.dtype, device=flat.device) for _ in layout.slots)
-    return [view.set_(memory, 0, slot.shape) for view, memory, slot in zip(fresh, memories, layout.slots, strict=True)]
+    views = zip(fresh, memories, layout.slots, strict=True)
+    return [view.set_(memory, 0, slot.shape) for view, memory, slot in views]  # type: ignore[call-overload]  # torch takes a slice
 
 
 class ParameterBuffer:
@@ -120,19 +121,22 @@ class ParameterBuffer:
         """True where the shard must be fetched before it can be gathered."""
         return self.region is None
 
+    @property
+    def _pool(self) -> StagingPool:
+        assert self.tiers.staging is not None, "shards that rest elsewhere pass through a pool"
+        return self.tiers.staging
+
     def fetch(self, wait: bool = False) -> bool:
         """Start to bring the shard to the device; False (only if not `wait`) where no buffer is free for it."""
         if self._staged is not None or not self.staged:
             return True
-        pool = self.tiers.staging
-        assert pool is not None
-        take = pool.take if wait else pool.try_take
+        take = self._pool.take if wait else self._pool.try_take
         taken = take(self.layout.shard_numel, self.dtype, whole=False)
         if taken is None:
             return False
         pending = self.tiers.fetch(self.rest, taken[1].tensor, wait)
         if pending is None:
-            pool.give(taken[0], None)
+            self._pool.give(taken[0], None)
             return False
         self._staged = (*taken, pending)
         return True
@@ -147,7 +151,7 @@ class ParameterBuffer:
         if self._staged is not None:
             number, _, pending = self._staged
             pending.wait()
-            self.tiers.staging.give(number, None)
+            self._pool.give(number, None)
             self._staged = None
         self.settle()
 
@@ -183,7 +187,7 @@ class ParameterBuffer:
         if self.tier is Tier.HOST:
             self._upload = pending
         work = self.comm.gather(self.full, region, self.label, tag=self.number)
-        self.tiers.staging.give(number, work)
+        self._pool.give(number, work)
         return work
 
     def release(self) -> None:
@@ -438,7 +442,7 @@ class GradientBuffer:
             self.rest.store(0, self._carry)
             self._release_carry()
         self.reduced = True
-        if self.replicated:
+        if self.replicated and self._work is not None:
             self._work.drain()
 
     # -- the reduced shard -----------------------------------------------------------------------------------

@@ -54,7 +54,8 @@ class Freezing:
 
     def check_same(self, everyone: Mapping[int, set[int]]) -> None:
         """everyone: `numbers` by rank. Raises ModelChanged where they differ."""
-        differing = set().union(*everyone.values()) - set.intersection(*everyone.values()) if everyone else set()
+        numbers = list(everyone.values()) or [set()]
+        differing = set[int]().union(*numbers) - numbers[0].intersection(*numbers)
         if not differing:
             return
         texts = []

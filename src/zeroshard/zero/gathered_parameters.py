@@ -81,7 +81,7 @@ def is_gathered(param: Tensor) -> bool:
     return id(param) in whole_now
 
 
-def home_of(param: Tensor) -> ParamHome | BirthHome | None:
+def home_of(param: Any) -> ParamHome | BirthHome | None:
     """The home of a parameter at rest: of a sharded model, or born under `zs.init`; None for any other tensor."""
     home = getattr(param, "_home", None)
     return home if isinstance(param, nn.Parameter) and isinstance(home, (ParamHome, BirthHome)) else None
@@ -199,8 +199,8 @@ class Gathering:
             for number, whole in enumerate(wholes):
                 if self.write:
                     whole.take(whole.copy)
-                elif told[self.modifier_rank][number] is not None:  # type: ignore[index]
-                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))  # type: ignore
+                elif self.modifier_rank is not None and told[self.modifier_rank][number] is not None:
+                    whole.take(_from_rank(comm, self.modifier_rank, whole, told[self.modifier_rank][number]))
             comm.fence_read()
 
 
@@ -220,13 +220,14 @@ class _Whole:
 
     def __init__(self, param: nn.Parameter, value: Tensor, gathering: Gathering) -> None:
         self.param, self.gathering = param, gathering
-        self.home: Any = home_of(param)
+        home: Any = home_of(param)
+        self.home = home
         self.copy = nn.Parameter(value, requires_grad=param.requires_grad)
         self.copy.__dict__.update(attributes_of(param))
         self.problems: list[str] = []
         self._open = [True]
         if self.copy.requires_grad:
-            self.copy.register_hook(_late_gradient(self.home.name, self._open))
+            self.copy.register_hook(_late_gradient(home.name, self._open))
         self._version = _version(self.copy)
         tells = gathering.modifier_rank == _everyone(self.home).rank
         self._sum = zlib.crc32(_raw(self.copy)) if tells else None
@@ -347,4 +348,4 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 def _raw(tensor: Tensor) -> Any:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else b""

@@ -58,10 +58,9 @@ class Reductions:
 
     def take(self, unit: Unit, group: ParamGroup, index: int, grad: Tensor, sync: bool) -> None:
         """A local gradient of the whole parameter `index`; not sync: it is held back."""
-        assert group.grads is not None
         self.touched.add(group.specs[index].number)
         if unit.number not in self._started:
-            group.grads.add(index, grad, sync)
+            group.gradients.add(index, grad, sync)
         elif (group, index) in self._late:
             self._late[group, index].add_(grad)
         else:
@@ -79,11 +78,10 @@ class Reductions:
     def _reduce(self, unit: Unit) -> None:
         self._started.add(unit.number)
         for group in unit.trainable:
-            assert group.grads is not None
             with torch.no_grad():
-                group.grads.reduce()
+                group.gradients.reduce()
                 if not self.config.overlap:
-                    group.grads.settle()
+                    group.gradients.settle()
         self.comm.poll()
         self._depart(unit)
 
@@ -92,11 +90,11 @@ class Reductions:
         for number in self._departing:
             if number != latest.number:
                 for group in self.units[number].trainable:
-                    group.grads.depart()
+                    group.gradients.depart()
         self._departing = [
             number
             for number in [*self._departing, latest.number]
-            if any(group.grads.departing for group in self.units[number].trainable)
+            if any(group.gradients.departing for group in self.units[number].trainable)
         ]
         self.poll()
 
@@ -127,13 +125,13 @@ class Reductions:
             self.frozen.check_same(self._frozen)
         except ModelChanged:
             for group in (group for unit in self.units for group in unit.trainable):
-                group.grads.discard()
+                group.gradients.discard()
                 group.active = [False] * len(group.specs)
             raise
 
     def _reduce_again(self, again: set[int]) -> None:
         for (group, index), grad in self._late.items():
-            group.grads.add(index, grad, True)
+            group.gradients.add(index, grad, True)
         self._late = {}
         for number in sorted(again, reverse=True):
             self._reduce(self.units[number])
@@ -141,7 +139,7 @@ class Reductions:
 
     def agree(self) -> Agreed:
         """Units with gradients on any rank, such parameters, and units that got more after their reduction."""
-        begun = {u.number for u in self.units if any(g.grads.pending or g.grads.holds for g in u.trainable)}
+        begun = {u.number for u in self.units if any(g.gradients.pending or g.gradients.holds for g in u.trainable)}
         late = {group.unit.number for group, _ in self._late}
         self.frozen.follow()
         return self._exchange_masks(self._started | begun, self.touched, late)
@@ -161,7 +159,7 @@ class Reductions:
 
     def _exchange_masks(self, *mine: set[int]) -> Agreed:
         """The unions over ranks of numbers of units, parameters, and units. In the usual case all ranks send the same few bytes."""
-        order = [number for number in self._completed] if not self._agreed and self.comm.ordered else []
+        order = list(self._completed) if not self._agreed and self.comm.ordered else []
         if self.comm.world_size == 1:
             if order:
                 self._agree_on_order(order)
@@ -195,7 +193,7 @@ class Reductions:
         self._agreed = True
 
     def _wait(self) -> None:
-        reduced = [group.grads for number in sorted(self._started) for group in self.units[number].trainable]
+        reduced = [group.gradients for number in sorted(self._started) for group in self.units[number].trainable]
         replicated = [grads for grads in reduced if grads.replicated]
         carried = any(grads.carries or not grads.comm.drains_all for grads in replicated)
         for grads in reduced:

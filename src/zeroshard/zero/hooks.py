@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..utils import torch_compat
 from ..utils.dtypes import follows_precision
 from ..utils.tensor_tree import Exchanged, cast_floating, caster
 from .auto_wrap import Policy, casts
+from .ddp_interface import give_interface, take_interface
 from .runtime import Runtime
 from .unit import ParamGroup, Unit
 
@@ -48,10 +50,12 @@ def attach(runtime: Runtime) -> None:
     runtime.model.__dict__["__reduce_ex__"] = runtime.__reduce_ex__
     for module, name in _replaced(runtime.model):
         module.__dict__[name] = functools.partial(_OF_TRANSFORMERS[name], module)
+    give_interface(runtime)
 
 
 def detach(runtime: Runtime) -> None:
     """Remove every hook."""
+    take_interface(runtime)
     runtime.comm.progress.models.discard(runtime.model)
     _attached.pop(id(runtime), None)
     for handle in runtime.handles:
@@ -149,7 +153,7 @@ def _save(
     return type(module).save_pretrained(module, save_directory, is_main_process, state_dict, *args, **kwargs)
 
 
-_OF_TRANSFORMERS = {"resize_token_embeddings": _resize, "save_pretrained": _save}
+_OF_TRANSFORMERS: dict[str, Callable[..., Any]] = {"resize_token_embeddings": _resize, "save_pretrained": _save}
 
 
 def _attach_unit(runtime: Runtime, unit: Unit, module: nn.Module) -> None:

@@ -14,12 +14,11 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import UninitializedTensorMixin
 
 from ..comm import backend_select
 from ..comm.base import Comm
@@ -35,12 +34,19 @@ from .parameter import gather_flat
 from .rank_consistency import agree_on_values
 from .shared_storage import Origin
 
-_UNCUT = (ShardedTensor, UninitializedTensorMixin)  # what has no shape is whole when it gets one
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..options import ShardOptions
+
+_UNCUT = (ShardedTensor, torch_compat.UninitializedTensorMixin)  # what has no shape is whole when it gets one
 _numbers = itertools.count()  # of births: in the same order on every rank, ranks as threads included
 
 
 class BirthHome:
     """Home of a parameter between its birth and zs.shard: an even cut of its flattened elements."""
+
+    undivided = False
 
     def __init__(self, comm: Comm, name: str, numel: int) -> None:
         self.comm, self.name, self.number = comm, name, next(_numbers)
@@ -57,8 +63,14 @@ class BirthHome:
     def before_write(self) -> None:
         """The slice is this rank's own memory: nothing to wait for."""
 
+    def fetch(self, gradient: bool) -> Tensor:
+        raise AssertionError("the slice is held")
+
     def after_write(self, local: Tensor, offset: int = 0) -> None:
         """No masters yet."""
+
+    def after_gradient_write(self, local: Tensor, offset: int = 0) -> None:
+        raise AssertionError("there is no gradient yet")
 
     def before_meeting(self, what: str) -> None:
         """All ranks build the model."""
@@ -77,6 +89,9 @@ class BirthHome:
     def set_gradient(self, value: Tensor | None) -> None:
         if value is not None:
             raise ShardedAccessError(f"{self.name} takes no gradient before zs.shard(model, optimizer).")
+
+    def adopt(self, hook: Callable) -> Callable:
+        return hook  # zs.shard takes it along
 
     def arrival(self, sliced: bool) -> Callable[[Tensor], Tensor]:
         def arrive(_: Tensor) -> Tensor:
@@ -139,7 +154,7 @@ def cut_module(module: nn.Module, comm: Comm) -> None:
 
 @contextlib.contextmanager
 def init(
-    config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: object
+    config: Config | None = None, *, comm: object = None, dtype: torch.dtype | None = None, **options: Unpack[ShardOptions]
 ) -> Iterator[None]:
     """Construct a model with its parameters sharded from the start (stages whose parameters are sharded).
 

@@ -76,10 +76,12 @@ class Masters:
 
     def follow(self) -> None:
         """Take over what was written into values."""
-        values = self.group.values
-        for index in self.dirty if self.rest is not None else ():
+        values, rest = self.group.values, self.rest
+        for index in self.dirty:
+            if rest is None:
+                break
             start, stop = self.range(index)
-            self.rest.store(start, values.full[start:stop] if self.whole else values.rest.load(start, stop))
+            rest.store(start, values.full[start:stop] if self.whole else values.rest.load(start, stop))
         self.dirty.clear()
 
     def written(self, index: int) -> None:

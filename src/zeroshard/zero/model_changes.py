@@ -153,4 +153,4 @@ def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().reshape(-1).view(torch.uint8)
     head = data.numel() // _ROW_NBYTES * _ROW_NBYTES
     rows = data[:head].view(torch.int64).view(-1, _ROW_NBYTES // 8).sum(1)
-    return zlib.crc32(data[head:].cpu().numpy(), zlib.crc32(rows.cpu().numpy()))
+    return zlib.crc32(data[head:].cpu().numpy().data, zlib.crc32(rows.cpu().numpy().data))

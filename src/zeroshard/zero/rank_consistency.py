@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -140,7 +140,7 @@ def agree_on_values(comm: Comm, tensors: list[tuple[str, Tensor]]) -> list[str]:
     return [tensors[i][0] for i in differing]
 
 
-def check_replicas(comm: Comm, first: bool, tensors: list[tuple[str, Tensor]]) -> None:
+def check_replicas(comm: Comm, first: bool, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Raise ModelMismatch, on all ranks, where what is not cut along model axes differs there (collective).
 
     comm: of all ranks of these parameters; first: this one is the first of its data-parallel ranks, which all take its values.
@@ -165,4 +165,4 @@ def distinct(value: Tensor, like: Tensor) -> Tensor:
 
 def _bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().to("cpu").contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")

@@ -224,7 +224,7 @@ class Runtime:
         if unit.depth > 0:
             return output
         self.saved.pop(unit)
-        forward, unit.forward = unit.forward, None
+        forward, unit.forward = unit.inside, None
         if forward.given is not None:
             forward.given.hand_back()
         if not unit.in_backward:
@@ -278,8 +278,8 @@ class Runtime:
                 self._leave_backward(unit)
 
         marked = dict(zip(map(id, tensors), Marked.apply(done, *tensors), strict=True))
-        unit.forward.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
-        return unit.forward.given.value
+        unit.inside.given = Exchanged(lambda tensor: marked.get(id(tensor), tensor), (args, kwargs))
+        return unit.inside.given.value
 
     def _open(self, unit: Unit, backward: bool) -> None:
         """Make the unit usable now, and start the gathers of what comes next."""
@@ -356,7 +356,7 @@ class Runtime:
 
     def begin_backward(self) -> None:
         """Called by every event of backward; the first one orders the callback at its end."""
-        if self.in_backward and self.backward.alive:
+        if self.backward is not None and self.backward.begun and self.backward.alive:
             return
         if self.closed:
             raise ModelClosed("backward() through a model that was closed with zs.close().")
@@ -416,14 +416,14 @@ class Runtime:
         if grad is None:
             return
         clear_local_grad(param)
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
+        grad = grad if grad.layout is torch.strided else grad.to_dense()
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
                 self.reductions.take(unit, group, index, grad.detach(), self.sync)
         else:
             self.reductions.take(unit, group, index, grad, self.sync)
         self.account.came()
+        assert self.backward is not None, "gradients come inside of one"
         completes, leaves = self.backward.arrive(unit, group.specs[index].number)
         if completes:
             self.prefetcher.staged(self._in_training())
@@ -443,7 +443,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """The end of backward: join what others reduced, wait for all reductions, release all units."""
-        if self.progress.scaler is not None and self.reductions.touched and not self.backward.scaled:
+        if self.progress.scaler is not None and self.reductions.touched and not (self.backward and self.backward.scaled):
             raise ZeroshardError(
                 "fp16: gradients reached the model by a way other than the outputs of its forward (an attribute, a "
                 "submodule called directly), so the loss scale could not be applied. Return such losses from forward; a loss of "
@@ -491,7 +491,7 @@ class Runtime:
     def begin_reductions(self) -> None:
         """Start to reduce what is held; `flush` waits for it, on all ranks."""
         for unit in reversed(self.units):
-            if any(group.grads.holds for group in unit.trainable):
+            if any(group.gradients.holds for group in unit.trainable):
                 self.reductions.start(unit)
 
     @torch.no_grad()

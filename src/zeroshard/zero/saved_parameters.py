@@ -51,7 +51,7 @@ class SavedWrapper:
 
     __slots__ = ("context", "counted", "kind", "others", "parts", "shape", "stride")
 
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any], counted: object) -> None:
+    def __init__(self, tensor: Any, pack: Callable[[Tensor], Any], counted: object) -> None:
         """pack: gives an object with a method `restore` for a tensor that it wraps."""
         names, self.context = tensor.__tensor_flatten__()
         inside = {name: getattr(tensor, name) for name in names}
@@ -76,7 +76,8 @@ class SavedParameters:
         """The unit's memory is known from now on, in place of what it had before."""
         self._groups = {memory: group for memory, group in self._groups.items() if group.unit is not unit}
         if unit.memories:
-            self._groups |= {memory_of(group.values.full): group for group in unit.gathered}
+            memories = ((memory_of(group.values.full), group) for group in unit.gathered)
+            self._groups |= {memory: group for memory, group in memories if memory is not None}
 
     def push(self, unit: Unit) -> None:
         """A forward of the unit begins: what it saves of gathered parameters are handles."""
@@ -90,7 +91,7 @@ class SavedParameters:
                 f"{unit.name}: saved-tensor hooks are disabled here ({error}), without which backward would read released parameters. "
                 "Gather them around it: `with zs.gathered(model):`."
             ) from error
-        unit.forward.hooks = hooks
+        unit.inside.hooks = hooks
 
     def pop(self, unit: Unit) -> None:
         """It is over. On the thread of `push`."""

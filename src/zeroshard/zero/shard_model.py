@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ def state_columns(optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
 
 def _held_nbytes(specs: list[ParamSpec], optimizer: torch.optim.Optimizer | None) -> int:
     """Host memory of the parameters and states as they were given: it is given back as they are placed."""
-    values = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
+    values: list[Tensor] = [s.original._local if isinstance(s.original, ShardedTensor) else s.original for s in specs]
     states = optimizer.state.values() if optimizer is not None else ()
     values += [value for entries in states for value in entries.values() if type(value) is Tensor]
     return sum(value.nbytes for value in values if value is not None and value.device.type == "cpu")
@@ -319,6 +320,7 @@ class Builder:
         )  # fmt: skip
         grads = None
         if bucket[0].requires_grad:
+            assert self.pool is not None
             self.tag += 1
             comm = self._grads_comm(bucket[0], layout)
             comm.expect(self.tag, [(slot.offset, slot.shape) for slot in layout.slots], layout.numel)
@@ -387,9 +389,9 @@ class Builder:
             given = original._local if isinstance(original, ShardedTensor) else original
             if given.is_cuda:  # its memory is freed below, and may have been taken on another stream
                 given.record_stream(torch.cuda.current_stream(given.device))
-        view, given = group.values.views[index], attributes_of(original)
+        view, attributes = group.values.views[index], attributes_of(original)
         fresh = nn.Parameter(view, requires_grad=original.requires_grad)
-        fresh.__dict__.update(given)
+        fresh.__dict__.update(attributes)
         if not group.values.sharded:
             if original.is_meta or isinstance(original, ShardedTensor):
                 self._replace(spec, fresh)
@@ -418,12 +420,12 @@ class Builder:
         carry_hooks(original, compute)
         adopt(group, index, compute)
         param = self.replaced.get(id(original), original)
-        param.__dict__.update(given)
+        param.__dict__.update(attributes)
         param._compute = compute  # type: ignore[attr-defined]
         group.params.append(param)
         group.compute.append(compute)
 
-    def _replace(self, spec: ParamSpec, new: nn.Parameter) -> nn.Parameter | None:
+    def _replace(self, spec: ParamSpec, new: Any) -> nn.Parameter | None:
         """Make the user's object be `new`. Returns the object that now has the old tensor, or None.
 
         Where torch can not swap (weak references, a live graph), the modules get the new object, and the old one an
@@ -459,7 +461,7 @@ def _piece_of(value: Tensor, home: ParamHome) -> Tensor:
     """This rank's elements of the flattened value. A value that was born otherwise cut is gathered first (collective)."""
     if not isinstance(value, ShardedTensor):
         return value.detach().reshape(-1)[home.start : home.stop]
-    born = value._home  # ranks must decide alike: a small parameter may be cut alike for some of them alone
+    born: Any = value._home  # ranks must decide alike: a small parameter may be cut alike for some of them alone
     if all(born.cut(rank) == home.cut(rank) for rank in range(home.comm.world_size)):
         return value._local
     return value.full_tensor().reshape(-1)[home.start : home.stop]

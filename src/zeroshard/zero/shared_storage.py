@@ -77,7 +77,7 @@ class Origin:
 def extent_in_storage(tensor: Tensor) -> Extent:
     """Of a whole tensor, on the meta device as well."""
     return _extent(
-        ("storage", torch_compat.storage_id(tensor.untyped_storage())), tensor.storage_offset() * tensor.itemsize, tensor
+        ("storage", torch_compat.storage_id(tensor.untyped_storage())), int(tensor.storage_offset()) * tensor.itemsize, tensor
     )
 
 
@@ -91,7 +91,7 @@ def _extents(tensor: Tensor) -> Iterator[Extent]:
             yield _extent(tensor.device, tensor.data_ptr(), tensor)
         return
     home: Any = tensor._home
-    held = torch_compat.storage_id(tensor._held.untyped_storage())
+    held = torch_compat.storage_id(tensor._local.untyped_storage())
     start = home.offset if isinstance(home, RangeHome) else 0
     yield Extent(("slices", held), start, ((tensor.numel(), 1),))
     origin = getattr(home, "origin", None)

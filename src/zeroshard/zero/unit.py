@@ -99,6 +99,12 @@ class ParamGroup:
         return self.grads is not None
 
     @property
+    def gradients(self) -> GradientBuffer:
+        """`grads` of a group that is trained."""
+        assert self.grads is not None, "a frozen group has no gradients"
+        return self.grads
+
+    @property
     def counts(self) -> bool:
         """Whether, of the ranks that hold the same shard, this is the one whose shard counts."""
         return self.comm.replica == 0 and self.specs[0].counts
@@ -313,6 +319,12 @@ class Unit:
         self.guard(self.phase is Phase.SHARDED)
 
     @property
+    def inside(self) -> UnitForward:
+        """The forward that runs inside."""
+        assert self.forward is not None
+        return self.forward
+
+    @property
     def memories(self) -> set[int | None]:
         """The memories that hold its parameters while it is gathered, and that it gives up."""
         return {memory_of(group.values.full) for group in self.gathered} if self._released else set()
@@ -485,7 +497,7 @@ class Unit:
                 with torch.enable_grad():  # a forward without gradients may have parts with them
                     made[id(local)] = distribution.wrap(local)
             self._shown.append((parameters, attribute, local, made[id(local)]))
-            parameters[attribute] = made[id(local)]  # type: ignore[assignment]
+            parameters[attribute] = made[id(local)]
 
     def hide(self) -> None:
         """The inverse of `expose`."""

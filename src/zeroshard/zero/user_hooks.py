@@ -70,7 +70,7 @@ def _referred(item: Any) -> Iterable[Any]:
         return [value for name, value in vars(item).items() if not name.startswith("_")]
     if isinstance(item, type) or not hasattr(item, "__dict__"):
         return ()
-    return [*vars(item).values(), getattr(type(item), "__call__", None)]
+    return [*vars(item).values(), getattr(type(item), "__call__", None)]  # noqa: B004  # the function itself
 
 
 class UserHook:

@@ -102,7 +102,7 @@ class StreamContext:
             native.exchange_device(self.device)
 
 
-class device:  # noqa: N801  (torch's name)
+class device:
     """`with torch.cuda.device(d)`: d is current."""
 
     def __init__(self, where: DeviceLike) -> None:
@@ -115,7 +115,7 @@ class device:  # noqa: N801  (torch's name)
         native.exchange_device(self.before)
 
 
-class device_of(device):  # noqa: N801
+class device_of(device):
     def __init__(self, obj: torch.Tensor) -> None:
         super().__init__(obj.get_device() if obj.is_cuda else -1)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 sys.path.append(str(Path(__file__).parents[2] / "checkpoint" / "data" / "deepspeed"))
-from make_deepspeed import Net  # noqa: E402
+from make_deepspeed import Net
 
 WORDS, SAMPLES, ACCUMULATION, BEFORE, AFTER = 11, 4, 2, 3, 3
 CASES = {  # name: stage, precision, options of zero_optimization, world size

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointCorrupt, CheckpointError, CheckpointNotFound
-from ...io.tensor_reader import StoredBoxes, StoredTensor
+from ...io.tensor_reader import Stored, StoredBoxes, StoredTensor
 from ..source import Opened, Untrusted
 from .torch_file import StandIn, is_tensor, open_torch_file, plain, value_of
 from .torch_state_dict import objects_of
@@ -235,7 +235,7 @@ def _stretches(shapes: list[dict[str, tuple[int, ...]]], flats: list[Any], optim
 
 def _assemble(path: Path, name: str, shape: tuple[int, ...], stretches: list[Any], flats: list[Any]) -> StoredBoxes:
     """One tensor of all its stretches. flats: rank -> flat number -> flat tensor."""
-    pieces: list[tuple[int, int, int, StoredTensor]] = []
+    pieces: list[tuple[int, int, int, Stored]] = []
     for start, count, rank, number, offset in stretches:
         flat = flats[rank][number]
         if not isinstance(flat, StoredTensor) or offset + count > flat.shape[0]:

@@ -55,7 +55,7 @@ class StridedTensor(Stored):
     strides: tuple[int, ...]
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.extent.dtype
 
     def fill(self, start: int, out: Tensor) -> None:
@@ -123,7 +123,7 @@ def _locate(tensor: Tensor, path: Path, base: int) -> StoredTensor | StridedTens
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise CheckpointError(f"{path}: a tensor {tuple(tensor.shape)} is {tensor.layout} or quantised; expected dense tensors.")
     shape, size = tuple(tensor.shape), tensor.dtype.itemsize
-    at = base + (torch_compat.checkpoint_offset(tensor.untyped_storage()) or 0) + tensor.storage_offset() * size
+    at = base + (torch_compat.checkpoint_offset(tensor.untyped_storage()) or 0) + int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return StoredTensor(path, at, tensor.numel() * size, tensor.dtype, shape)
     extent = 1 + sum((length - 1) * stride for length, stride in zip(shape, tensor.stride(), strict=True))

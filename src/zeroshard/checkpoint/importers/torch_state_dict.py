@@ -36,7 +36,7 @@ def open_state_dict(path: Path) -> Opened:
     whole = open_torch_file(path)
     state = state_in(whole)
     opened = Opened(path, "torch", _tensors_of(state, path), module_readers=objects_of(state, path))
-    saved = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
+    saved: Mapping[str, Any] = next((whole[key] for key in OPTIMIZER_KEYS if isinstance(whole.get(key), Mapping)), {})
     if isinstance(saved.get("state"), Mapping) and isinstance(saved.get("param_groups"), list):
         opened.states = {key: dict(state) for key, state in saved["state"].items()}
         opened.groups = [{key: value_of(value) for key, value in group.items()} for group in saved["param_groups"]]

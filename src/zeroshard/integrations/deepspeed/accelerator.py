@@ -122,7 +122,7 @@ class CPU_Accelerator(DeepSpeedAccelerator):
         pass
 
     def current_device(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", 0))
+        return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
         """Ranks of this machine: LOCAL_SIZE or LOCAL_WORLD_SIZE, which launchers set; else its NUMA nodes that have cores."""
@@ -243,7 +243,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):
         return f"cuda:{torch.cuda.current_device()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        return torch.device("cuda", device_index)
+        return torch.device("cuda", device_index)  # type: ignore[arg-type]  # None: the current one
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
         return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)

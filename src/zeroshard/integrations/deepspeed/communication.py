@@ -66,7 +66,7 @@ def init_distributed(
     if rank < 0 and init_method in (None, "env://"):
         _complete_environment(auto_mpi_discovery, distributed_port)
     backend = dist_backend or get_accelerator().communication_backend_name()
-    given = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
+    given: dict[str, Any] = {"rank": rank, "world_size": world_size} if rank >= 0 else {}
     torch_dist.init_process_group(backend, timeout=timeout, init_method=init_method, **given)
     _timeouts[:] = [timeout]
 
@@ -186,7 +186,7 @@ class CommsLogger:
 
     def __init__(self) -> None:
         self.enabled = self.verbose = self.debug = False
-        self.prof_all, self.prof_ops = True, []
+        self.prof_all, self.prof_ops = True, list[str]()
         self.records: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
 
     def wants(self, name: str, prof: bool) -> bool:
@@ -208,7 +208,7 @@ def configure(
 
     deepspeed_config: its `comms_config` (comms_logger_enabled, and comms_logger with the other names) is read first.
     """
-    section = getattr(deepspeed_config, "comms_config", None)
+    section: Any = getattr(deepspeed_config, "comms_config", None)
     if getattr(section, "comms_logger_enabled", False):
         comms_logger.enabled = True
         for name in ("prof_all", "prof_ops", "verbose", "debug"):
@@ -326,7 +326,7 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: list[int] | N
     if _in_threads():
         backend_select.current(None, torch.device("cpu"), 60.0).exchange(b"", "deepspeed.comm.barrier")
         return None
-    options = {} if device_ids is None else {"device_ids": device_ids}
+    options: dict[str, Any] = {} if device_ids is None else {"device_ids": device_ids}
     return torch_dist.barrier(group, async_op, **options)
 
 

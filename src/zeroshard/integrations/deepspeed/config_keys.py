@@ -425,7 +425,7 @@ _REFUSED = (
         "data_sampling.num_workers": 0, "data_sampling.pin_memory": False, "data_sampling.curriculum_learning": None,
         **{f"data_sampling.curriculum_learning.{name}": None for name in ("enabled", "data_cluster_path", "curriculum_metrics")},
         "data_sampling.dynamic_batching": None,
-        **{f"data_sampling.dynamic_batching.{name}": None 
+        **{f"data_sampling.dynamic_batching.{name}": None
            for name in ("enabled", "lr_scaling_method", "min_batch_size", "max_batch_size")},
         "data_routing": None, "data_routing.enabled": False, "data_routing.random_ltd": None,
         **{f"data_routing.random_ltd.{name}": None for name in (
@@ -487,9 +487,11 @@ def markdown() -> str:
     """The document docs/deepspeed-config.md."""
     lines = [
         "# DeepSpeed's configuration: every key", "",
-        "Honoured: it does what it says. Noted: accepted, and said once, with the reason why it changes nothing. Refused: an",
-        "error that names the key and what to do; where its value means *off* it is accepted. Unknown keys of typed sections are",
-        "errors, others are noted with a suggestion. Made by `integrations/deepspeed/config_keys.py:markdown`.", "",
+        "Honoured: the key does what it says. Noted: the key is accepted, and one line on stderr says why it changes nothing.",
+        "Refused: the key is an error, which names it and what to do; where its value means *off* it is accepted. A key that",
+        "is not in this table is an error where it resembles one that is, or where its section is typed (`fp16`, `bf16`,",
+        "`zero_optimization`, the monitors); elsewhere it is noted. `zeroshard check ds_config.json` prints what becomes of",
+        "each key of a file. `integrations/deepspeed/config_keys.py:markdown` makes this page.", "",
         "| key | default | | |", "|---|---|---|---|",
     ]  # fmt: skip
     for name, default, treatment, text in table():

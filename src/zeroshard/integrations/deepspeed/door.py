@@ -6,7 +6,6 @@ what to use instead.
 
 from __future__ import annotations
 
-import dis
 import importlib
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ...errors import missing_name
 from .surface import INSTEAD, SURFACE
 
 ROOT = "zeroshard.deepspeed"
@@ -37,7 +37,7 @@ class SurfaceModule(ModuleType):
         elif "__getattr__" in SURFACE[path] and (value := _passed_on(path, name)) is not None:
             pass
         else:
-            raise _missing(inner, ImportError if _asked_by_import(sys._getframe(1)) else AttributeError)
+            raise missing_name(_text(inner), sys._getframe(1))
         setattr(self, name, value)
         return value
 
@@ -45,7 +45,7 @@ class SurfaceModule(ModuleType):
         path = self.__dict__["_surface_path"]
         prefix = f"{path}." if path else ""
         inside = {each.removeprefix(prefix).partition(".")[0] for each in _PATHS if each.startswith(prefix) and each != path}
-        return sorted({*super().__dir__(), *SURFACE[path], *inside})
+        return sorted({*super().__dir__(), *SURFACE[path], *inside} - {"_surface_path"})
 
 
 def _resolve(where: str) -> Any:
@@ -65,21 +65,17 @@ def _passed_on(path: str, name: str) -> Any:
         return None
 
 
-def _missing(path: str, kind: type[Exception]) -> Exception:
+def _text(path: str) -> str:
+    """What to say of a name that is not there."""
     parts = path.split(".")
     keys = (path, parts[-1], *(".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)))
     remedy = next((INSTEAD[key] for key in keys if key in INSTEAD), None)
-    return kind(f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/ecosystem.md for what it has.'}")
-
-
-def _asked_by_import(frame: Any) -> bool:
-    """Whether `from module import name` asks: Python would put a message of its own in place of an AttributeError's."""
-    return frame.f_lasti >= 0 and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+    return f"zeroshard.deepspeed has no {path}. {remedy or 'See docs/how-to/tools.md for what it has.'}"
 
 
 def _all_paths() -> set[str]:
     """The table's modules, and the packages that they are in."""
-    found = set()
+    found: set[str] = set()
     for path in SURFACE:
         parts = path.split(".") if path else []
         found.update(".".join(parts[: count + 1]) for count in range(len(parts)))
@@ -99,7 +95,7 @@ class _Loader(Loader):
         if path not in _modules:
             module = SurfaceModule(f"{ROOT}.{path}")
             module._surface_path = path  # type: ignore[attr-defined]
-            module.__path__ = []  # type: ignore[attr-defined]
+            module.__path__ = []
             _modules[path] = module
         return _modules[path]
 
@@ -115,8 +111,8 @@ class _Finder(MetaPathFinder):
         if found in (None, "__main__"):
             return None
         if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":  # an import; importlib.util.find_spec gets None
-            error = _missing(found, ModuleNotFoundError)
-            error.name = fullname  # type: ignore[attr-defined]  # by which `from package import name` goes on to the attribute
+            error = ModuleNotFoundError(_text(found))
+            error.name = fullname  # by which `from package import name` goes on to the attribute
             raise error
         return None
 

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -161,6 +161,16 @@ class DeepSpeedConfig:
     Errors: DeepSpeedConfigError for what is refused, ValidationError (a ValueError) for a value or an unknown key of a typed
     section, AssertionError for batch sizes that do not fit and modes that exclude each other.
     """
+
+    optimizer_name: Any
+    train_batch_size: Any
+    train_micro_batch_size_per_gpu: Any
+    gradient_accumulation_steps: Any
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a key: `config_keys` lists them."""
 
     def __init__(self, config: object, mpu: Any = None, mesh_device: Any = None, *, world_size: int | None = None) -> None:
         self._param_dict = read_config(config)

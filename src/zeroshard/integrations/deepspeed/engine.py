@@ -70,7 +70,7 @@ class _UnscaledGradient(torch.autograd.Function):
         return x * factor
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -328,7 +328,7 @@ class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
         if every and math.isfinite(every) and self.global_steps % int(every) == 0:
             logger.info(f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
         if self.monitor is not None and self.monitor.enabled:
-            events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            events: list[tuple[str, Any, int]] = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
             if isinstance(self._loss, Tensor):  # by engine.backward(): of this rank, the mean over its micro-batches
                 events.append(("Train/Samples/train_loss", self._loss, self.global_samples))
             if self.fp16_enabled():

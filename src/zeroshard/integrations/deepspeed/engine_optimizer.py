@@ -65,7 +65,13 @@ class EngineOptimizer(OptimizerViews):
 
     def step(self, closure: Any = None) -> Any:
         scaler, zero = self.loss_scaler, self._config.zero_enabled  # those of stage 0 go on at the smallest scale
-        at_end = zero and self.dynamic_loss_scale and scaler.patience == 1 and scaler.scale == scaler.config.min_loss_scale
+        at_end = (
+            zero
+            and scaler is not None
+            and self.dynamic_loss_scale
+            and scaler.patience == 1
+            and scaler.scale == scaler.config.min_loss_scale
+        )
         loss = self.optimizer.step(closure)
         if at_end and self.overflow:
             raise NonFiniteError(

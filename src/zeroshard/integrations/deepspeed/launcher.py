@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
 from ...launch import free_port
@@ -64,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("no_ssh_check", "force_multi"):
         add(f"--{name}", action="store_true", help="of starting other hosts, which is not done from here")
     for name, remedy in _REFUSED.items():
-        kind = {"action": "store_const", "const": True} if name == "elastic_training" else {}
-        add(f"--{name}", help=f"refused: {remedy}", **kind)
+        how: dict[str, Any] = {"action": "store_const", "const": True} if name == "elastic_training" else {}
+        add(f"--{name}", help=f"refused: {remedy}", **how)
     add("user_script", help="script, or module or program")
     add("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser

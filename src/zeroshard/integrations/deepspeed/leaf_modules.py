@@ -38,7 +38,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take its mark."""
-    model._z3_leaf = flag
+    model.__dict__["_z3_leaf"] = flag
 
 
 def set_z3_leaf_modules(
@@ -65,7 +65,7 @@ def _mark(model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_
         has = ", ".join(dict.fromkeys(type(module).__name__ for module in model.modules()))
         raise ValueError(f"leaf_module_classes: no module of {list(classes)} in the model {type(model).__name__}: it has {has}")
     for module in found:
-        module._z3_leaf = flag
+        module.__dict__["_z3_leaf"] = flag
     return found
 
 
@@ -104,7 +104,7 @@ def _marked(
     model: nn.Module, found: list[nn.Module], missing: list[str], flag: bool, raise_if_not_found: bool, kind: str
 ) -> tuple[list[nn.Module], list[str]]:
     for module in found:
-        module._z3_leaf = flag
+        module.__dict__["_z3_leaf"] = flag
     if missing and raise_if_not_found:
         raise ValueError(f"leaf modules: no module of the {kind} {missing} in {type(model).__name__}; see its named_modules()")
     return found, missing

@@ -37,7 +37,7 @@ class LinearFunctionForZeroStage3(torch.autograd.Function):
         ctx._dtype = torch.get_autocast_dtype(input.device.type)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         with torch.autocast(input.device.type, dtype=ctx._dtype, enabled=ctx._fwd_used_autocast):
@@ -106,7 +106,7 @@ class TiledLinear(nn.Module):
         outputs = []
         for row in self.linears:
             total = None
-            for tile, part in zip(row, parts, strict=True):  # type: ignore[arg-type]
+            for tile, part in zip(row.children(), parts, strict=True):
                 total = self._add(total, tile(part))
             outputs.append(total)
         return self._combine(outputs) if self.combine_out_splits else outputs
@@ -126,7 +126,7 @@ class TiledLinear(nn.Module):
         )
         with GatheredParameters([*self.parameters(), *other.parameters()], modifier_rank=0):
             for row, (top, bottom) in zip(self.linears, itertools.pairwise(self.out_parts), strict=True):
-                for tile, (start, stop) in zip(row, itertools.pairwise(self.in_parts), strict=True):  # type: ignore[arg-type]
+                for tile, (start, stop) in zip(row.children(), itertools.pairwise(self.in_parts), strict=True):
                     tile.weight.copy_(other.weight[top:bottom, start:stop])  # type: ignore[operator,index]
                     if tile.bias is not None:
                         tile.bias.copy_(other.bias[top:bottom])  # type: ignore[operator,index]

@@ -12,6 +12,7 @@ show inside a forward gets them from `attach`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -213,7 +214,7 @@ def _gather_in_apply(opened: int) -> None:
     global _applying
     with _apply_lock:
         _applying += opened
-        nn.Module.apply = _apply if _applying else _plain_apply  # type: ignore[method-assign]
+        nn.Module.apply = _apply if _applying else _plain_apply  # type: ignore[method-assign,assignment]
 
 
 def _apply(self: nn.Module, fn: Callable[[nn.Module], Any]) -> nn.Module:
@@ -252,7 +253,7 @@ def restore_init_context() -> None:
 
 
 def _on(config: dict[str, Any], *names: str) -> bool:
-    section = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
+    section: dict[str, Any] = next((config[name] for name in names if isinstance(config.get(name), dict)), {})
     return _true(section.get("enabled", False))
 
 
@@ -330,8 +331,9 @@ class GatheredParameters:
         self.enabled, self.src_rank = bool(self.params), modifier_rank
         self._gathering: Gathering | None = None
         self._births = contextlib.ExitStack()
-        for param in self.params if fwd_module is not None else ():
-            register_external_parameter(fwd_module, param)
+        if fwd_module is not None:
+            for param in self.params:
+                register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> None:
         if self.enabled:
@@ -368,7 +370,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError(f"register_external_parameter: expected an nn.Parameter, got {type(parameter).__name__}.")
     show_external_parameters(module)
-    module._external_params[id(parameter)] = parameter
+    module.__dict__["_external_params"][id(parameter)] = parameter
 
 
 def show_external_parameters(module: Any) -> None:
@@ -408,6 +410,11 @@ class MultipleAllGatherHandles:
 
 
 # -- what a partitioned parameter shows --------------------------------------------------------------------------------
+
+
+def _bound(method: Callable[..., Any], param: Tensor) -> Any:
+    """A method of a parameter."""
+    return _home(param) and types.MethodType(method, param)
 
 
 def _home(param: Tensor) -> Any:
@@ -521,7 +528,7 @@ for _class in (ShardedParameter, ReplicatedParameter):
     for _name, _get in _PROPERTIES.items():
         setattr(_class, _name, property(_get))
     for _name, _method in _METHODS.items():
-        setattr(_class, _name, property(lambda param, method=_method: _home(param) and types.MethodType(method, param)))
+        setattr(_class, _name, property(functools.partial(_bound, _method)))
 
 
 def _shown(param: Any, whole: Any) -> dict[str, Any]:

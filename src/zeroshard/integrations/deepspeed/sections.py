@@ -6,12 +6,17 @@ unknown one, a fraction where a whole number belongs, a value outside its range.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
 
 from ...errors import did_you_mean
 from .config_keys import ALIASES, KEYS, Key, Treatment, is_on, keys_of
@@ -132,6 +137,10 @@ class Section:
 
     prefix: ClassVar[str]
     sections: ClassVar[dict[str, type[Section]]] = {}  # kind -> class, of the fields that are sections themselves
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """A field: `config_keys` lists them."""
 
     def __init__(self, **given: Any) -> None:
         self.notes: list[str] = []
@@ -197,7 +206,7 @@ class Section:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.model_dump().items())})"
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.model_dump() == other.model_dump()  # type: ignore[attr-defined]
+        return type(self) is type(other) and self.model_dump() == other.model_dump()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -232,6 +241,7 @@ class DeepSpeedZeroConfig(Section):
     """zero_optimization, from keyword arguments: DeepSpeedZeroConfig(stage=3, offload_param={"device": "cpu"})."""
 
     prefix = "zero_optimization"
+    overlap_comm: bool
     sections: ClassVar[dict[str, type[Section]]] = {
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
@@ -315,39 +325,102 @@ class CommsLoggerConfig(Section):
     prefix = "comms_logger"
 
 
-def refuse(key: Key, value: Any) -> None:
-    """Raise for a key that asks for what there is not."""
-    if key.is_on(value) and value != key.default:
-        shown = repr(value) if len(repr(value)) < 60 else "{...}"
-        raise DeepSpeedConfigError(f"{key.name} = {shown} is not supported: {key.text}.")
+KEYS_BELOW = "its keys are below"  # of a section
 
 
-def examine(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Walk through a configuration: refused keys raise; what is to be said about the others, one sentence each.
+@dataclass(frozen=True)
+class Judgement:
+    """What becomes of one key of a configuration, with its value.
 
-    Sections that are switched off are passed over.
+    name: its whole name in config_keys.KEYS. written: its name in the configuration, which may be another one of it.
+    treatment: "served"; "ignored"; "refused"; "off", of a key that asks for nothing; "open", of "auto", which the caller fills in.
+    text: what the key does, why nothing follows from it, or the remedy. note: what is to be said of an ignored key, "" if nothing.
+    key: its row in config_keys.KEYS; None where there is none.
     """
-    notes = []
-    section = f"{prefix}." if prefix else ""
-    fields = {key.field for key in keys_of(prefix)}
+
+    name: str
+    written: str
+    value: Any
+    treatment: str
+    text: str
+    note: str = ""
+    key: Key | None = None
+
+
+def judge(config: Mapping[str, Any], prefix: str = "", written: str = "") -> Iterator[Judgement]:
+    """Walk through a configuration, or a section of it: each key with what becomes of it, sections before their keys.
+
+    prefix: the section's name in config_keys.KEYS, written: its name in the configuration.
+    """
+    section, place = (f"{name}." if name else "" for name in (prefix, written))
     for name, value in config.items():
-        if "." in str(name):
-            place, _, field = str(name).rpartition(".")
-            notes.append(f"{section}{name} is ignored: write {field} into the section {section}{place}.")
-            continue
         full = ALIASES.get(f"{section}{name}", f"{section}{name}")
-        key = KEYS.get(full)
-        if key is None:
-            notes.append(f"{full} is not a key, and is ignored.{did_you_mean(name, fields)}")
+        key, this = KEYS.get(full), (full, f"{place}{name}", value)
+        if "." in str(name):
+            home, _, field = str(name).rpartition(".")
+            remedy = f"write {field} into the section {section}{home}"
+            yield Judgement(*this, "ignored", remedy, f"{section}{name} is ignored: {remedy}.")
+        elif key is None:
+            yield _unknown(*this)
         elif key.treatment is Treatment.REFUSED:
-            if prefix != "optimizer.params":  # a script may pass another optimizer: build_optimizer refuses these
-                refuse(key, value)
+            # a script may pass another optimizer: build_optimizer refuses these
+            on = prefix != "optimizer.params" and key.is_on(value) and value != key.default
+            yield Judgement(*this, "refused" if on else "off", key.text, key=key)
         elif isinstance(value, Mapping) and keys_of(full):
-            if "enabled" not in value or is_on(value["enabled"]) or KEYS[f"{full}.enabled"].default:
-                notes += examine(value, full)
-        elif key.treatment is Treatment.NOTED and value not in (None, "auto", *key.fits) and _differs(key, value):
-            notes.append(f"{full} = {value!r} has no effect: {key.text}.")
+            if "enabled" in value and not is_on(value["enabled"]) and not KEYS[f"{full}.enabled"].default:
+                yield Judgement(*this, "off", "enabled is false, so that the section does nothing", key=key)
+                continue
+            yield Judgement(*this, "served", KEYS_BELOW, key=key)
+            arguments = _arguments(full, config.get("type"))
+            for found in judge(value, full, f"{place}{name}"):
+                unknown = found.key is None and found.name.rpartition(".")[2] in arguments
+                yield replace(found, treatment="served", text="argument of the class", note="") if unknown else found
+        elif isinstance(value, str) and value == "auto":
+            yield Judgement(*this, "open", "the program that reads the file fills it in; else it is the default", key=key)
+        elif key.treatment is Treatment.NOTED:
+            heard = value is not None and value not in key.fits and _differs(key, value)
+            note = f"{full} = {value!r} has no effect: {key.text}." if heard else ""
+            yield Judgement(*this, "ignored", key.text, note, key)
+        else:
+            yield Judgement(*this, "served", key.text, key=key)
+
+
+def _unknown(full: str, written: str, value: Any) -> Judgement:
+    """A key that the table does not have: refused where it resembles one that could be meant, else ignored."""
+    prefix, _, name = full.rpartition(".")
+    fields = {key.field for key in keys_of(prefix)}
+    names = fields | {alias.rpartition(".")[2] for alias in ALIASES if alias.rpartition(".")[0] == prefix}
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), names, n=1, cutoff=_NEAR)
+    if near:
+        text = f"it is not a key. Did you mean {near[0]!r}? Rename it, or leave it out"
+        return Judgement(full, written, value, "refused", text)
+    note = f"{full} is not a key, and is ignored.{did_you_mean(name, fields)}"
+    return Judgement(full, written, value, "ignored", f"it is not a key.{did_you_mean(name, fields)}", note)
+
+
+def _arguments(section: str, kind: object) -> frozenset[str]:
+    """Arguments of the class of torch that `kind` names, in the params of an optimizer or a scheduler; none in other sections."""
+    home = {"optimizer.params": torch.optim, "scheduler.params": torch.optim.lr_scheduler}.get(section)
+    classes = {name.lower(): each for name, each in vars(home).items() if isinstance(each, type)} if home is not None else {}
+    found = classes.get(str(kind).lower())
+    return frozenset(inspect.signature(found).parameters) if found is not None else frozenset()
+
+
+def examine(config: Mapping[str, Any]) -> list[str]:
+    """What is to be said about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for one that is refused."""
+    notes = []
+    for found in judge(config):
+        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # a typed section raises ValidationError
+        if found.treatment == "refused" and not told_later:
+            shown = repr(found.value) if len(repr(found.value)) < 60 else "{...}"
+            raise DeepSpeedConfigError(f"{found.name} = {shown} is not supported: {found.text}.")
+        if found.note:
+            notes.append(found.note)
     return notes
+
+
+_NEAR = 0.8  # of difflib: 'stge' is as near to 'stage' as a slip of the hand, 'comment' is far from 'compile'
+_TYPED = {kind.prefix for kind in Section.__subclasses__()}
 
 
 def _differs(key: Key, value: Any) -> bool:

@@ -139,9 +139,9 @@ def _offload(section: Section) -> dict[str, Any]:
 
 # -- the optimizer -------------------------------------------------------------------------------------------------
 
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-_LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-_MUON = {
+_ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+_LION: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+_MUON: dict[bool, dict[str, Any]] = {
     True: {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0},
     False: {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
@@ -177,7 +177,9 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         row = KEYS.get(f"optimizer.params.{key}")
         if row is not None and row.treatment is Treatment.REFUSED:
             raise DeepSpeedConfigError(f"{row.name} is not supported: {row.text}.")
-    params = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key not in _SET_ASIDE}
+    params: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if key not in _SET_ASIDE
+    }
     if low in ("adam", "adamw"):
         if not params.pop("bias_correction", True):
             raise DeepSpeedConfigError(f"optimizer.params.bias_correction = False is not supported: leave it out, or {_OWN}.")
@@ -193,7 +195,8 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
         return Lion(parameters, **{**_LION, **params})
     if low == "muon":
         return Muon(_muon_groups(parameters, params))
-    return _torch_optimizer(name)(parameters, **params)
+    made: Any = _torch_optimizer(name)
+    return made(parameters, **params)
 
 
 def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -204,7 +207,7 @@ def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict
     entries = list(parameters)
     found = []
     for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
-        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        members: list[Any] = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         untold = [tuple(param.shape) for param in members if not hasattr(param, "use_muon")]
         if untold:
             raise ValueError(

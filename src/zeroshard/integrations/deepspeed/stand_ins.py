@@ -45,7 +45,7 @@ def _refused(name: str, remedy: str) -> Any:
 # -- optimizers that scripts ask for with isinstance --------------------------------------------------------------
 
 
-class DeepSpeedOptimizer(ABC):
+class DeepSpeedOptimizer(ABC):  # noqa: B024  # DeepSpeed's has no abstract methods either
     """Base of what `engine.optimizer` is; ABC: an optimizer class may also be registered."""
 
 

@@ -62,7 +62,7 @@ def _folder(checkpoint_dir: Any, tag: Any) -> Path:
 
 def _open(folder: Path, exclude_frozen: bool, verify: bool = True) -> tuple[Opened, list[str]]:
     """The checkpoint, and names of what is wanted of it."""
-    opened = open_any(Alone(), folder, verify=verify, values=False)  # type: ignore[arg-type]
+    opened = open_any(Alone(), folder, verify=verify, values=False)
     told = opened.shared_extras["engine"]() if "engine" in opened.shared_extras else opened.facts
     if exclude_frozen and "frozen" not in told:
         raise CheckpointError(f"{folder} does not say which parameters are frozen: leave exclude_frozen_parameters out.")
@@ -124,7 +124,8 @@ def convert_zero_checkpoint_to_state_dict(
 def _write_torch(opened: Opened, source: Path, folder: Path, dtype: torch.dtype, most: int, names: list[str]) -> None:
     """Files of torch.save, and their index."""
     folder.mkdir()
-    ties, shards, total = opened.tied(), [[]], 0
+    ties, total = opened.tied(), 0
+    shards: list[list[str]] = [[]]
     nbytes = {
         name: opened.model[name].numel * casts_to(opened.model[name].dtype, dtype).itemsize for name in names if name not in ties
     }

@@ -27,9 +27,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 STATE_DICT_TYPES = ("sharded", "full")
 NAME = "checkpoint"
+_Strategy: Any = object  # stands for the strategy of Lightning over which the classes are made
 
 
-def precision_class(base: type) -> type:
+def precision_class(base: Any) -> type:
     """The precision plugin of a package (`base`: its own) for strategies whose models zeroshard casts."""
 
     class ZeroshardPrecision(base):
@@ -50,7 +51,7 @@ def precision_class(base: type) -> type:
     return ZeroshardPrecision
 
 
-class Sharding:
+class Sharding(_Strategy):
     """Options of a strategy, and what follows from them. Before Lightning's own class among the bases."""
 
     _precision_class: type
@@ -88,7 +89,7 @@ class Sharding:
     @property
     def checkpoint_io(self) -> Any:
         """For checkpoints that are one file."""
-        return super().checkpoint_io  # type: ignore[misc]
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, given: Any) -> None:

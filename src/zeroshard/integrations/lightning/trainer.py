@@ -28,6 +28,7 @@ class TrainerSharding(Sharding):
     ordinary one. precision: "bf16-true" keeps no fp32 masters, all others below fp32 do; "-mixed" adds autocast.
     """
 
+    optimizers: Any  # of Lightning's strategy
     _restored = False  # by load_checkpoint: nothing is left for Lightning to load
 
     # -- precision ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,137 @@
+"""`zeroshard check`: what becomes of each key of a DeepSpeed configuration, before a run finds out.
+
+    zeroshard check ds_config.json
+    zeroshard check ds_config.json --ranks 64 --json
+
+served       zeroshard does what the key says
+translated   it does so by the option of zs.shard that is shown
+ignored      nothing follows from the key, for the reason that is shown
+off, open    the key asks for nothing; it is "auto", which the program that reads the file fills in
+refused      `deepspeed.initialize` would raise an error (exit code 1), with the remedy that is shown
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any
+
+import torch
+
+from ..integrations.deepspeed.ds_config import DeepSpeedConfig, read_config
+from ..integrations.deepspeed.lr_schedules import schedule_from_config
+from ..integrations.deepspeed.sections import KEYS_BELOW, Judgement, judge
+from ..integrations.deepspeed.shard_options import build_optimizer, shard_options
+from .arguments import Parser, UsageError
+from .exit_codes import ExitCode
+from .sheets import Sheet, print_json, show
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Judge and print; returns the exit code."""
+    options = parser().parse(argv)
+    try:
+        given = read_config(options.config)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    found = [each for each in judged(given, options.ranks) if each.text != KEYS_BELOW]
+    refused = [each for each in found if each.treatment == "refused"]
+    counts = Counter(each.treatment for each in found)
+    summary = f"{options.config}: {len(found)} keys: " + ", ".join(f"{n} {what}" for what, n in counts.items())
+    if options.json:
+        rows = [{"key": each.written, "value": each.value, "treatment": each.treatment, "text": each.text} for each in found]
+        print_json({"file": options.config, "refused": bool(refused), "counts": dict(counts), "keys": rows})
+    else:
+        show(Sheet([(each.written, _shown(each.value), each.treatment, each.text) for each in found],
+                   ("key", "value", "treatment", "what that means")))  # fmt: skip
+        for each in refused:
+            print(f"refused: {each.written}: {each.text}")
+        print(summary)
+    return ExitCode.NO if refused else ExitCode.DONE
+
+
+def judged(given: dict[str, Any], ranks: int | None) -> list[Judgement]:
+    """Each key with what becomes of it; an error that no single key makes has a row of its own."""
+    found = list(judge(given))
+    accepted = given
+    for each in found:
+        if each.treatment == "refused":
+            accepted = _without(accepted, each.written)
+    while (problem := _problem(accepted, ranks)) is not None:
+        place = max((i for i, each in enumerate(found) if problem.startswith(each.name)),
+                    key=lambda i: len(found[i].name), default=None)  # fmt: skip
+        if place is None or found[place].treatment == "refused":
+            found.append(Judgement("", "(together)", "", "refused", problem))
+            break
+        text = problem.removeprefix(found[place].name).lstrip(": ")
+        found[place] = replace(found[place], treatment="refused", text=text)
+        accepted = _without(accepted, found[place].written)
+    else:
+        options = shard_options(_config(accepted, ranks))
+        found = [_translated(each, options) for each in found]
+    return found
+
+
+def _translated(each: Judgement, options: dict[str, Any]) -> Judgement:
+    option = each.key.option if each.key is not None else None
+    if each.treatment != "served" or option not in options or each.text == KEYS_BELOW:
+        return each
+    value = options[option]
+    if is_dataclass(value):  # zs.Offload, zs.Compression
+        value = getattr(value, "device", None) or getattr(value, "codec", value)
+    return replace(each, treatment="translated", text=f"zs.shard({option}={value!r}): {each.text}")
+
+
+def _config(given: dict[str, Any], ranks: int | None) -> DeepSpeedConfig:
+    """The configuration as a run of `ranks` reads it; None: as many as its three batch sizes say, else 1."""
+    auto = [name for name in _BATCH if given.get(name) == "auto"]
+    given = {name: value for name, value in given.items() if name not in auto}
+    if auto and not {*_BATCH[:2]} & given.keys():
+        given["train_micro_batch_size_per_gpu"] = 1  # whatever the program fills in
+    sizes = [size for size in map(given.get, _BATCH) if isinstance(size, int) and size > 0]
+    if ranks is None and len(sizes) == len(_BATCH):
+        ranks = max(sizes[0] // (sizes[1] * sizes[2]), 1)
+    return DeepSpeedConfig(given, world_size=ranks or 1)
+
+
+def _problem(given: dict[str, Any], ranks: int | None) -> str | None:
+    """The first error that a run would meet; None without one."""
+    try:
+        config = _config(given, ranks)
+        shard_options(config)
+        if config.optimizer_name is None:
+            return None
+        parameter = torch.nn.Parameter(torch.zeros(2, 2))
+        parameter.__dict__["use_muon"] = True
+        optimizer = build_optimizer(config, [parameter])
+        if config.scheduler_name is not None:
+            schedule_from_config(config.scheduler_name, config.scheduler_params, optimizer)
+    except Exception as error:  # of DeepSpeed's interface, of pydantic, of the class that is named
+        texts = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]
+        return " ".join(texts[0].split())
+    return None
+
+
+def _without(config: dict[str, Any], written: str) -> dict[str, Any]:
+    """The configuration without one key."""
+    name, _, rest = written.partition(".")
+    if rest and isinstance(config.get(name), dict):
+        return {**config, name: _without(config[name], rest)}
+    return {key: value for key, value in config.items() if key != name}
+
+
+def _shown(value: Any) -> str:
+    return f"{{{len(value)} keys}}" if isinstance(value, dict) else repr(value)
+
+
+def parser() -> Parser:
+    """The command line of `zeroshard check`."""
+    made = Parser(
+        prog="zeroshard check", usage="%(prog)s [options] FILE",
+        description="Tell what becomes of each key of a DeepSpeed configuration; exit code 1 if one is refused.",
+    )  # fmt: skip
+    made.add_argument("config", metavar="FILE", help="a DeepSpeed configuration (JSON), as deepspeed.initialize takes it")
+    made.add_argument("--ranks", type=int, help="of the run (default: as the three batch sizes say, else 1)")
+    made.add_argument("--json", action="store_true", help="print JSON: an object with file, refused, counts and keys")
+    return made

@@ -1,0 +1,43 @@
+"""`zeroshard completion`: what a shell needs to complete the commands and their options, made by shtab.
+
+source <(zeroshard completion bash)                              in bash, for this session
+zeroshard completion zsh > "${fpath[1]}/_zeroshard"              in zsh, for all sessions to come
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from . import COMMANDS
+from .arguments import Parser, parser_of
+from .exit_codes import ExitCode
+
+SHELLS = ("bash", "zsh")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the script. Where shtab is not installed, `zeroshard` says how to install it."""
+    options = parser().parse(argv)
+    import shtab  # zeroshard: where it is not installed, `main` of this package says how to install it
+
+    whole = argparse.ArgumentParser(prog="zeroshard")
+    commands = whole.add_subparsers()
+    for name, (module, what) in COMMANDS.items():
+        made = parser_of(import_module(module).main)
+        for action in made._actions:
+            places = {"FILE": shtab.FILE, "DIR": shtab.DIRECTORY, "OUT": shtab.FILE}
+            if action.metavar in places:
+                action.complete = places[action.metavar]
+        commands.add_parser(name, parents=[made], add_help=False, help=what)
+    print(shtab.complete(whole, shell=options.shell))
+    return ExitCode.DONE
+
+
+def parser() -> Parser:
+    """The command line of `zeroshard completion`."""
+    made = Parser(
+        prog="zeroshard completion", usage="%(prog)s [options] SHELL",
+        description="Print the script by which a shell completes these commands: source <(zeroshard completion bash)",
+    )  # fmt: skip
+    made.add_argument("shell", choices=SHELLS, metavar="SHELL", help="bash or zsh")
+    return made

@@ -1,0 +1,21 @@
+"""The time between steps, in which alone states can be saved, loaded, streamed and moved away."""
+
+from __future__ import annotations
+
+from ..errors import ZeroshardError
+from .runtime import Runtime
+
+
+def check_idle(runtime: Runtime, verb: str, also_moved: bool = False) -> None:
+    """Raise where a verb for the time between steps is called inside a forward, a backward, zs.gathered or zs.join.
+
+    also_moved: states that zs.offload_states has moved away are no obstacle.
+    """
+    runtime.attendance.refuse(verb)
+    runtime.recover()
+    busy = next((unit.name for unit in runtime.units if unit.in_use), None)
+    if busy is not None:
+        raise ZeroshardError(f"{verb}: called inside a forward, a backward or zs.gathered() ({busy}); call it between steps.")
+    if not also_moved:
+        runtime.moved.check()
+    runtime.tiers.check()
