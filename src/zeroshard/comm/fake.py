@@ -38,6 +38,9 @@ class Watcher:
     def waited(self, ticket: Ticket) -> None:
         """What the rank does next follows what was started."""
 
+    def packed(self, nbytes: int) -> None:
+        """A kernel of the device packs or unpacks what travels, and reads and writes so many bytes for it."""
+
     def beside(self, work: Callable[[], Any]) -> tuple[Any, Ticket]:
         """Work that is put in line on a stream of its own: its result, and what to wait for."""
         return work(), ()
@@ -88,6 +91,9 @@ class ImaginedStreams(Streams):
     def copy(self, target: Tensor, source: Tensor, *, up: bool) -> Any:
         assert target.nbytes == source.nbytes  # what travels is not converted on the way
         return self.watcher.moved(*((Tier.HOST, Tier.DEVICE) if up else (Tier.DEVICE, Tier.HOST)), target.nbytes)
+
+    def packed(self, nbytes: int) -> None:
+        self.watcher.packed(nbytes)
 
     def join(self, ticket: Any) -> None:
         self.watcher.waited(ticket or ())

@@ -27,6 +27,9 @@ class Streams:
     separate_host = False
     side: torch.cuda.Stream  # of a GPU, for sums
 
+    def packed(self, nbytes: int) -> None:
+        """Of an imagined device: a kernel packs or unpacks what travels, so many bytes read and written (planning)."""
+
     def run_beside(self, work: Callable[[], Any]) -> tuple[Any, Any]:
         """Run `work` on the side stream, after what the current stream has done so far; (its result, a ticket)."""
         return work(), None

@@ -67,9 +67,11 @@ class _Compressed(Wrapper):
         return -(-self.codec.packed_nbytes(numel) // 64) * 64
 
     def _pack(self, values: Tensor, packed: Tensor, label: str) -> None:
-        if not self.imagined:
-            self.codec.pack(values, packed)
-            self.errors.look(self.codec, values, packed, label, self.progress.step)
+        if self.imagined:
+            self.streams.packed(values.nbytes + packed.nbytes)
+            return
+        self.codec.pack(values, packed)
+        self.errors.look(self.codec, values, packed, label, self.progress.step)
 
     def open(self) -> None:
         self.comm.open()
@@ -136,6 +138,8 @@ class CompressedGathers(_Compressed):
 
     def _unpack(self, packed: Tensor, full: Tensor) -> None:
         rows = full.view(self.world_size, -1)
+        if self.imagined:
+            self.streams.packed(packed.nbytes + full.nbytes)
         for row, part in zip(() if self.imagined else rows, packed.view(self.world_size, -1), strict=not self.imagined):
             self.codec.unpack(part[: self.codec.packed_nbytes(row.numel())], row)
         self.ledger.strike(STAGING, packed.nbytes)
@@ -203,6 +207,8 @@ class CompressedReductions(_Compressed):
             return total, tuple(self.ranks[rank] for rank, part in enumerate(packed) if not self._finite(part, numel))
 
         work = self.comm.collect(region, combine, tag=tag, label=label)
+        if self.imagined:  # the sum of what comes, which no peer has sent
+            self.streams.packed(region.tensor.nbytes + out.nbytes)
         self._give(slot, work)
         return work
 
@@ -234,6 +240,8 @@ class CompressedReductions(_Compressed):
                 if (tag, rank) not in residuals:
                     residuals[tag, rank] = claimed(torch.zeros_like(row, dtype=torch.float32))
                     self.ledger.enter(RESIDUALS, residuals[tag, rank].nbytes)
-                if not self.imagined:
+                if self.imagined:
+                    self.streams.packed(row.nbytes + part.nbytes + 2 * residuals[tag, rank].nbytes)
+                else:
                     self.feedback.pack((tag, rank), row, part)
                     self.errors.note(label, residuals[tag, rank], row, self.progress.step)
