@@ -105,9 +105,7 @@ class LowRank:
 
     @torch.no_grad()
     def second(self, flat: Tensor, mean: Tensor) -> Tensor:
-        """Return the values of the second all-reduce, (m,) fp32, given the mean of the first. Fills the uncompressed part of
-        `flat`.
-        """
+        """Return the values of the second all-reduce, (m,) fp32, from the mean of the first. Fills `flat` where uncompressed."""
         thin = [each.error.new_empty(each.shape[0], self.rank) for each in self._matrices]
         means = _split(mean, thin + [flat[part] for part in self._plain])
         for part, values in zip(self._plain, means[len(thin) :], strict=True):
@@ -119,9 +117,7 @@ class LowRank:
 
     @torch.no_grad()
     def finish(self, flat: Tensor, mean: Tensor) -> None:
-        """Write the mean gradient to `flat`, given the mean of the second all-reduce, and keep the error and Q for the next
-        step.
-        """
+        """Write the mean gradient to `flat`, from the mean of the second all-reduce, and keep errors and Qs for the next step."""
         for each, p, q, values in zip(self._matrices, self._ps, self._own, _split(mean, self._own), strict=True):
             self._of(flat, each).copy_(p @ values.T)
             each.error.addmm_(p, q.T, alpha=-1).nan_to_num_(0.0, 0.0, 0.0)
