@@ -1,4 +1,4 @@
-"""What a step did: `optimizer.last_step`."""
+"""The record of one optimizer step: `optimizer.last_step`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.
+    """The outcome of one optimizer step.
 
-    grad_norm: global norm before clipping (of the unscaled mean gradient). clip_coefficient: what gradients were
-    multiplied with (1.0: not clipped). skipped: nothing was stepped, because of non-finite gradients or for want of
-    any. nonfinite: "name (rank r)" of each parameter with non-finite gradients. loss_scale: fp16, before the step.
+    grad_norm: global norm before clipping (of the unscaled mean gradient). clip_coefficient: factor by which gradients were
+    multiplied (1.0: not clipped). skipped: nothing was stepped, because gradients were non-finite or there were
+    none. nonfinite: "name (rank r)" of each parameter with non-finite gradients. loss_scale: of fp16, before the step.
     """
 
     grad_norm: float
