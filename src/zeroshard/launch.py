@@ -30,8 +30,8 @@ from typing import Any
 
 from .memory.host_memory import quiet_heap
 
-GRACE_S = 3.0  # for peers of a failed rank: time to notice and to print
-TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
+GRACE_S = 3.0  # time that peers of a failed rank have to notice it and to print
+TERMINATE_S = 3.0  # time between SIGTERM and SIGKILL
 USAGE_EXIT_CODE = 2  # exit code for a mistake in the call, which the rank has explained itself
 TIMEOUT_EXIT_CODE = 124  # as timeout(1)
 PARENT_VARIABLE = "ZEROSHARD_PARENT_PID"
@@ -301,9 +301,7 @@ def _work(writer: multiprocessing.connection.Connection, settings: tuple, fn: Ca
 
 
 def _collect(workers: list, readers: list, outcomes: dict, order: list[int], deadline: float, grace_s: float) -> bool:
-    """Receive answers until all have come, the grace after a failure is over, or the deadline has passed; return True for the
-    latter.
-    """
+    """Receive answers until all have come, a failure's grace is over, or the deadline has passed (then return True)."""
     waiting = dict(enumerate(readers))
     limit = deadline
     while waiting:

@@ -45,9 +45,7 @@ from .utils.torch_compat import FakeTensorMode, give_threads_their_own_parametri
 
 
 def run_threads(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Run fn(rank, *args) in `world_size` threads; return the results, or raise the first failing rank's error, or
-    TimeoutError.
-    """
+    """Run fn(rank, *args) in `world_size` threads; return the results, or raise the first rank's error or TimeoutError."""
     give_threads_their_own_parametrizations()
     shared = ThreadWorld(world_size)
     results: list[Any] = [None] * world_size

@@ -39,7 +39,7 @@ BACKENDS = ("auto", "shared", "dist")
 Choice = Comm | str | dist.ProcessGroup | DeviceMesh
 
 _local = threading.local()  # .comm: this thread's Comm, in a world of threads
-_by_group: dict[tuple, Comm] = {}  # by the group's id, until the group is destroyed
+_by_group: dict[tuple, Comm] = {}  # (id of the group, choice, device) -> Comm, until the group is destroyed
 _live: weakref.WeakSet[Comm] = weakref.WeakSet()
 _solo_said = False
 _hooked = False  # whether this process tells its peers how it ends (`_hook_failures`)
@@ -189,7 +189,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         places: list = [None] * dist.get_world_size()
         backend_for(device)
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():  # not the current one
-            dist.all_gather_object(places, (place, str(device.type), address, secret))  # trusted, as its processes are
+            dist.all_gather_object(places, (place, str(device.type), address, secret))  # a pickle: the group is trusted
         here = [rank for rank, other in enumerate(places) if other[:2] == (place, str(device.type))]
         same_host = len(here) == len(places) and place is not None
         if choice == "shared" and not same_host:
@@ -201,7 +201,7 @@ def _connect(choice: str, device: torch.device, stall_timeout_s: float) -> Comm:
         )
         shared = SharedComm(transport, device, stall_timeout_s, ranks=here)
         if same_host:
-            if len(here) > 1:  # else nobody asks
+            if len(here) > 1:  # otherwise there is no peer to ask
                 shared.desk = ProcessDesk.among(shared, on_this_host=True)
             return shared
         comm = DistComm(None, device, stall_timeout_s)
@@ -224,13 +224,11 @@ def _place() -> tuple | None:
 
 
 def announce(error: BaseException) -> None:
-    """Tell the peers of an error that ends this rank. For callers that end a process by other ways than Python's own
-    (os._exit).
-    """
+    """Tell the peers of an error that ends this rank; for callers that then end the process without Python (os._exit)."""
     for comm in list(_live):
         try:
             comm.fail(failure_of(error, comm.ranks[comm.rank]))
-        except Exception as second:  # the process is dying: say so, and let it
+        except Exception as second:  # the process is ending: print the error, and let it end
             print(f"zeroshard: could not tell the peers: {second}", file=sys.stderr)
 
 
@@ -249,7 +247,7 @@ def _hook_failures() -> None:
     sys.excepthook = hook
     note_exits()
     atexit.register(_close_all)
-    multiprocessing.util.Finalize(None, _close_all, exitpriority=0)  # its children end without atexit and excepthook
+    multiprocessing.util.Finalize(None, _close_all, exitpriority=0)  # its children run no atexit and no excepthook
 
 
 def _close_all() -> None:
@@ -291,4 +289,4 @@ def _forget_all() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)  # a child that fails or ends is no rank that does
+    os.register_at_fork(after_in_child=_forget_all)  # the end of a forked child is not the rank's end

@@ -33,7 +33,7 @@ from .flight_recorder import Progress
 from .streams import Streams
 
 _PAUSE_S = 5e-5
-CHUNK_NUMEL = 1 << 17  # elements summed at a time: three fp32 chunks stay in a core's L2 cache
+CHUNK_NUMEL = 1 << 17  # number of elements summed at a time: three fp32 chunks stay in a core's L2 cache
 
 
 @dataclass
@@ -49,8 +49,8 @@ class Region:
     shards: list[Tensor | None] = field(default_factory=list)
     wholes: list[Tensor | None] = field(default_factory=list)
     common: bool = False
-    number: int = 0  # equal on every rank; for a staging buffer, its index in a ring of interchangeable buffers
-    siblings: Callable[[int], Region] | None = None  # number -> that buffer of the ring: a peer may be using another one
+    number: int = 0  # equal on every rank; for a staging buffer, its index in a pool of equal buffers
+    siblings: Callable[[int], Region] | None = None  # number -> that buffer of the pool: a peer may be using another one
 
 
 class Sent(NamedTuple):
@@ -108,7 +108,7 @@ class Hops(Work):
     def __init__(self, comm: Comm, first: Work, go_on: Callable[[], Work], sent: Sent, label: str) -> None:
         """go_on: starts the second collective. sent: bytes that this rank sends for both."""
         self.comm, self.first, self._go_on, self.sent, self.label = comm, first, go_on, sent, label
-        self.second: Work | None = None  # until it has begun
+        self.second: Work | None = None  # None: not begun yet
         self._begun = self._over = False
         self._ticket: Any = None
         if comm.waits_on_host:
@@ -127,7 +127,7 @@ class Hops(Work):
         self.begin()
         assert self.second is not None
         self.second.wait()
-        self.take((self.second.square_sum, self.first.culprits))  # the second knows who passed it on
+        self.take((self.second.square_sum, self.first.culprits))  # the second would name the rank that passed a value on
         self._over = True
 
     def ready(self) -> bool:
@@ -178,9 +178,7 @@ class Pending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context of a wait: lets `advance` run inside it, also where the wait is itself inside `advance` (a hop waits for a
-        buffer).
-        """
+        """Context of a wait, in which `advance` runs even where the wait is inside `advance` (a hop waits for a buffer)."""
         busy, self._busy = self._busy, False
         try:
             yield
@@ -258,7 +256,7 @@ class Comm(ABC):
         return label if label.endswith("]") else f"{label} [step {self.progress.step}]"
 
     def volume(self, kind: str, numel: int, dtype: torch.dtype) -> Sent:
-        """Return the bytes sent for shards of `numel` elements. kind: "gather", "gather again" (no write since), "reduce"."""
+        """Return the bytes that this rank sends. kind: "gather", "gather again" (no write since) or "reduce" of such shards."""
         return self.sent(numel * dtype.itemsize)
 
     def reduction_volume(self, tag: int, numel: int, dtype: torch.dtype) -> Sent:

@@ -26,12 +26,12 @@ from ..errors import MalformedMessage, ZeroshardError
 
 _MOST_NESTED = 64
 _INT, _FLOAT, _LENGTH = struct.Struct("<cq"), struct.Struct("<cd"), struct.Struct("<cQ")
-_BUILTIN = (  # besides this library's own, classes in which errors arrive
+_BUILTIN = (  # classes of errors that are decoded as such, besides this library's own
     "OSError FileNotFoundError FileExistsError PermissionError NotADirectoryError IsADirectoryError TimeoutError "
     "ValueError TypeError KeyError IndexError AttributeError RuntimeError NotImplementedError MemoryError "
     "AssertionError"
 ).split()
-_OS_FIELDS = ("errno", "strerror", "filename")  # of an OSError, outside of its dictionary
+_OS_FIELDS = ("errno", "strerror", "filename")  # attributes of an OSError that are not in its __dict__
 
 
 def encode(value: Any) -> bytes:
@@ -141,7 +141,7 @@ _PUT: dict[type, Callable[[Any, bytearray, int], None]] = {
     bool: lambda value, out, depth: out.extend(b"T" if value else b"F"),
     int: _put_int,
     float: lambda value, out, depth: out.extend(_FLOAT.pack(b"f", value)),
-    str: lambda value, out, depth: _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out),  # for paths
+    str: lambda value, out, depth: _put_bytes(b"s", value.encode("utf-8", "surrogatepass"), out),  # paths may hold surrogates
     bytes: lambda value, out, depth: _put_bytes(b"b", value, out),
     bytearray: lambda value, out, depth: _put_bytes(b"b", value, out),
     list: lambda value, out, depth: _put_items(b"l", value, out, depth),
@@ -176,7 +176,7 @@ def _take(data: bytes, at: int, depth: int) -> tuple[Any, int]:
         parts, end = _take(data, at + 1, depth - 1)
         return _MADE[tag](*parts), end
     length, at = _LENGTH.unpack_from(data, at)[1], at + 9
-    if length > len(data) - at:  # every value has a byte at least
+    if length > len(data) - at:  # every value has at least one byte
         raise MalformedMessage(f"{len(data)} bytes are not what a rank tells: {length} more are announced at byte {at}")
     if tag in _CONTENT:
         return _CONTENT[tag](data[at : at + length]), at + length

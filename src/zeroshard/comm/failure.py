@@ -1,4 +1,4 @@
-"""How a rank ends, in words: what it tells its peers before it ends, and what they find out where it could not.
+"""Descriptions of how a rank ends: what it tells its peers before it ends, and what they find out where it could not.
 
 an uncaught exception     its traceback, from sys.excepthook       "rank 2 failed: Traceback ..."
 an uncaught PeerFailed    the rank that failed first, and its reason: no chain of victims

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_LAST = 8  # collectives that a report names
+_LAST = 8  # number of collectives in a report
 _DEEPEST = 40  # most frames of a stack in a report
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))  # code here is torch's or ours, not the user's
 _DULL = (str(Path(nn.__file__).parent / "modules" / "module.py"),)  # its frames are in every call of a module
@@ -99,9 +99,7 @@ class Progress:
         )  # fmt: skip
 
     def _gather_at(self, waiting: str, module: str) -> tuple[int, str]:
-        """Return number and label of the gather that is waited for, else of the one that fetched the module, else of the
-        latest.
-        """
+        """Return number and label of the gather waited for, else of the one that fetched the module, else of the latest."""
         turns = dict(self.turns)
         if waiting in turns:
             return turns[waiting], waiting
@@ -118,7 +116,7 @@ class Progress:
         return ""
 
     def _name(self, module: nn.Module) -> str:
-        with contextlib.suppress(RuntimeError):  # the model is being changed by its own thread
+        with contextlib.suppress(RuntimeError):  # the training thread is changing the model
             for model in list(self.models):
                 for name, each in model.named_modules(remove_duplicate=False):
                     if each is module:

@@ -93,14 +93,14 @@ class Hub:
         self.arrived: dict[Hashable, dict[int, int]] = defaultdict(dict)  # meeting -> peers whose source is ready -> its region
         self.read: dict[Hashable, set[int]] = defaultdict(set)  # meeting -> peers that have read all sources
         self.payloads: dict[int, deque] = {peer: deque() for peer in range(transport.world_size)}
-        self.fences: dict[tuple[int, ...], Fence] = {}  # by the ranks that meet
+        self.fences: dict[tuple[int, ...], Fence] = {}  # members -> their fence
         self.failed: Failure | None = None  # the first failure that this rank has learned of
         self.failure: Exception | None = None
         self.pending = Pending()
         self._open: dict[Hashable, Meeting] = {}  # meetings that this rank has joined, and whose sources it has not read yet
         self._turn: dict[Hashable, int] = defaultdict(int)  # tag -> number of its meetings so far
         self._lost: dict[int, str] = {}
-        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (when, waiting for what, whom)
+        self._notes: dict[int, tuple[float, str, list[int]]] = {}  # peer -> (since when, it waits for what, and for whom)
         self._closed = False
         self.desk = Desk()  # for processes, `backend_select` replaces it
         if isinstance(transport, ThreadTransport):
@@ -260,7 +260,7 @@ class Hub:
             if note is None or now - note[0] < CIRCLE_AFTER_S / 2:
                 if waited < self.stall_timeout_s:
                     return
-                break  # busy beyond the timeout: report as well
+                break  # this peer is busy beyond the timeout: report that, too
             queue += note[2]
         reports = self.desk.ask(self.others) | {self.rank: self.progress.report()}
         self.poll()

@@ -32,7 +32,7 @@ from .shared_memory import SharedComm
 from .status_server import Desk, ProcessDesk
 from .streams import Streams, streams_for
 
-_WAITERS = 64  # collectives that are waited for at a time
+_WAITERS = 64  # number of collectives that threads wait for at a time
 _PAUSE_S = 1e-4
 _FRAME_NBYTES = 1024  # control messages up to this size travel in one hop
 
@@ -121,9 +121,7 @@ def _wait_all(works: list) -> None:
 
 
 class _Explained:
-    """Context that turns errors of c10d into this library's: what the failed peer said, who is gone, or who waits where
-    (`judge`).
-    """
+    """Context that turns errors of c10d into this library's: what the failed peer said, who is gone, or who waits (`judge`)."""
 
     def __init__(self, comm: DistComm, label: str) -> None:
         self.comm, self.label = comm, label
@@ -141,16 +139,14 @@ class _Explained:
         failure = judge(self.comm.root, self.label, error)
         if failure is not None:
             self.comm.fail(failure)
-            raise self._known(failure) from None  # c10d's words are those of any broken connection
+            raise self._known(failure) from None  # c10d's message is the same for any broken connection
 
     def _known(self, failure: Failure) -> Exception:
         return self.comm.heard(failure, self.label)
 
 
 def talking_device(device: torch.device) -> torch.device:
-    """Return the device from which ranks exchange metadata on tensors of `device`: the current GPU if the group has no CPU
-    backend.
-    """
+    """Return where ranks exchange metadata on tensors of `device`: on the current GPU, if the group has no CPU backend."""
     if device.type != "cpu" or not dist.is_initialized() or not torch.cuda.is_available():
         return device
     on_host = any(pair.startswith("cpu:") for pair in dist.get_backend_config().split(","))
@@ -161,7 +157,7 @@ def backend_for(device: torch.device, group: dist.ProcessGroup | None = None) ->
     """Return the backend with which a group moves tensors on `device`. Raises ConfigError where it has none."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     found = pairs.get(device.type)
-    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives on the host alone
+    if found is None or (found == "gloo" and device.type != "cpu"):  # gloo sends and receives host memory only
         other = "nccl" if device.type == "cuda" else "gloo"
         raise ConfigError(
             f"the model is on {device}, but the process group has {dist.get_backend_config(group)}, which can not send from "
@@ -180,9 +176,7 @@ class DistComm(Comm):
         self, group: dist.ProcessGroup | None, device: torch.device, stall_timeout_s: float = 60.0,
         ordered: bool | None = None, streams: Streams | None = None,
     ) -> None:  # fmt: skip
-        """group: None for the default group. ordered, streams: by default as the backend and the device need; tests pass
-        others.
-        """
+        """group: None for the default group. ordered, streams: default to what backend and device need; tests pass others."""
         self.group = group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.device, self.stall_timeout_s = device, stall_timeout_s
@@ -212,9 +206,7 @@ class DistComm(Comm):
         return self._ranks
 
     def join(self, local: SharedComm) -> None:
-        """Let every wait here also serve the ranks of the same host in `local`, and every wait in `local` continue this one's
-        hops.
-        """
+        """Let every wait here serve the ranks of this host in `local`, and every wait in `local` continue this one's hops."""
         if self.beside:
             return
         local.pending = self.pending
@@ -222,7 +214,7 @@ class DistComm(Comm):
 
     @property
     def goes_on(self) -> bool:
-        """Whether this rank has work to continue while it waits, because peers may need it."""
+        """True where this rank has work to continue while it waits, because peers may need it."""
         return bool(self.beside or self.pending.items)
 
     @property
@@ -255,7 +247,7 @@ class DistComm(Comm):
         return group
 
     def _local_part(self, parts: Sequence[Sequence[int]]) -> Comm | None:
-        """Return a shared-memory Comm of this host's ranks in this rank's part; None where this rank is alone there."""
+        """Return a shared-memory Comm of this host's ranks in this rank's part; None where there is no other."""
         assert self.local is not None
         here = [rank for rank, node in enumerate(self._nodes) if node == self._nodes[self.rank]]
         near = [[here.index(rank) for rank in part if rank in here] for part in parts]
@@ -344,7 +336,7 @@ class DistComm(Comm):
                 if self.desk.told is not None:
                     raise self.heard(self.desk.told, label)
                 if time.monotonic() > deadline:
-                    raise RuntimeError("timed out")  # see `judge`
+                    raise RuntimeError("timed out")  # `judge` takes this for a stall
                 time.sleep(_PAUSE_S)
 
     def fence_write(self, synchronised: bool = False) -> None:

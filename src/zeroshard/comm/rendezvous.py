@@ -47,9 +47,7 @@ class Door:
         self.address: bytes = self._socket.getsockname()
 
     def connect(self, rank: int, addresses: list[bytes], secret: bytes, timeout_s: float) -> dict[int, socket.socket]:
-        """Return a connection to every other rank, and close the door. This rank calls the lower ranks; the higher ones call
-        it.
-        """
+        """Return a connection to every other rank, and close the door. This rank calls lower ranks; higher ones call it."""
         deadline = time.monotonic() + timeout_s
         peers: dict[int, socket.socket] = {}
         try:
@@ -157,9 +155,7 @@ class _Caller:
 
 
 def _call(rank: int, peer: int, address: bytes, secret: bytes, deadline: float) -> socket.socket:
-    """Connect to a lower rank. Raises PeerFailed where it is gone or another process answers at its address, StallError after
-    `deadline`.
-    """
+    """Connect to a lower rank. Raises PeerFailed where it is gone or another process answers, StallError after `deadline`."""
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -47,7 +47,7 @@ Answers = dict[int, Report | str]  # peer -> its report, or why there is none: G
 
 
 class Desk:
-    """Desk of a rank that is alone, or has not met its peers: nobody can be asked. told: the failure that a peer has reported."""
+    """Desk of a rank that has no peers, or has not met them: nobody can be asked. told: the failure that a peer has reported."""
 
     told: Failure | None = None
     failure: Exception | None = None  # the error that all ranks raise

@@ -188,9 +188,7 @@ class ProcessTransport(Transport):
     """
 
     def __init__(self, rank: int, door: Door, addresses: list[bytes], secret: bytes, timeout_s: float = 60.0) -> None:
-        """Connect to every peer. door: this rank's; addresses: of all ranks' doors, by rank; secret: known to these ranks
-        alone.
-        """
+        """Connect to every peer. door: this rank's; addresses: of all doors, by rank; secret: known to these ranks alone."""
         self.rank, self.world_size = rank, len(addresses)
         self._forked = False
         self._peers: dict[int, socket.socket] = door.connect(rank, addresses, secret, timeout_s)
@@ -271,7 +269,7 @@ class ProcessTransport(Transport):
                 waiting = select.poll()
                 for peer in self._out:
                     waiting.register(self._peers[peer].fileno(), select.POLLOUT)
-            waiting.poll(100)  # ms: a socket may be closed meanwhile, here
+            waiting.poll(100)  # ms: another thread of this rank may close a socket meanwhile
             self._flush_all()
 
     def _flush_all(self) -> None:
@@ -381,7 +379,7 @@ class ProcessTransport(Transport):
                 self._forget(peer)
                 self._drop_received(peer)
                 with contextlib.suppress(OSError):  # the peer may be gone
-                    sock.shutdown(socket.SHUT_RDWR)  # closing is not enough where something else holds the socket, too
+                    sock.shutdown(socket.SHUT_RDWR)  # close() alone does nothing while another process holds the socket
                 sock.close()
             self._peers.clear()
 
@@ -395,7 +393,7 @@ class ProcessTransport(Transport):
     def leave_to_parent(self) -> None:
         """Close this process's sockets, in a forked child: the child must not speak for the parent, nor keep it looking alive."""
         self._forked = True
-        self._writing = threading.RLock()  # a thread that is not here may have held it
+        self._writing = threading.RLock()  # a thread that the child does not have may hold the old one
         for peer, sock in self._peers.items():
             self._forget(peer)
             self._drop_received(peer)

@@ -55,7 +55,7 @@ _IDLE_LIMIT = 4  # a transfer ends after so many calls in a row that complete no
 class File:
     """One open file; made by `open_file`.
 
-    While it is open the file on disk may be longer than `nbytes`, by less than ALIGN; `close` cuts it to its size.
+    While it is open the file on disk may be longer than `end`, by less than ALIGN; `close` cuts it to that size.
     """
 
     path: str
@@ -215,7 +215,7 @@ def _open(path: str, flags: int) -> tuple[int, bool]:
 
 
 def _open_for_what_is_allowed(path: str, flags: int) -> int:
-    """Open a file for reading and writing, or for reading alone where it must not be written."""
+    """Open a file for reading and writing, or only for reading where it must not be written."""
     try:
         return os.open(path, flags, 0o600)
     except OSError as error:
@@ -273,9 +273,7 @@ class Syscalls:
 
 
 class Handle:
-    """A request that has been started, which any thread may wait for. Overlapping requests have no order: callers must wait
-    between.
-    """
+    """A request that has been started; any thread may wait for it. Callers must wait between requests that overlap."""
 
     def __init__(self, file: File, offset: int, tensor: Tensor, writes: bool) -> None:
         self._path, self._offset, self._writes = file.path, offset, writes
@@ -449,9 +447,7 @@ class _Mover:
 
 
 def _serve(tasks: Tasks, calls: Syscalls) -> None:
-    """Body of an engine's thread: move pieces until it gets None. It must not refer to the engine, which could then not be
-    collected.
-    """
+    """Body of an engine's thread: move pieces until it gets None. It must not refer to the engine, or that is never collected."""
     mover = _Mover(calls)
     while True:
         task = tasks.get()

@@ -52,7 +52,7 @@ class SwapFolder:
         path: an existing folder on a local disk.
         rank: this rank, for messages.
         needed_nbytes: bytes that the files of this rank will take.
-        host_needed_nbytes: bytes that those of all ranks on this host will take on that filesystem; None: this rank alone.
+        host_needed_nbytes: bytes that those of all ranks on this host will take on that filesystem; None: only this rank's.
         any_filesystem: accept memory (tmpfs) and network filesystems, and say so in one line.
         keep: leave the folder when it is closed; no other SwapFolder removes it then.
 

@@ -112,9 +112,7 @@ class StoredTensor(Stored):
             raw, at = raw[got:], at + got
 
     def write(self, start: int, source: Tensor) -> None:
-        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to the file's
-        dtype.
-        """
+        """Set elements [start, start + n) of the flattened tensor to `source` (n,), on the host, converted to its dtype."""
         values = source.to(self.dtype).contiguous()
         raw, offset = bytes_of(values), self.offset + start * self.dtype.itemsize
         with open(self.path, "r+b", buffering=0) as file:
@@ -228,6 +226,6 @@ def differ(one: Stored, other: Stored, rank: int = 0, ranks: int = 1) -> bool:
         values = [torch.empty(count, dtype=one.dtype, device="cpu") for _ in range(2)]
         one.read(start, values[0])
         other.read(start, values[1])
-        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # no number is equal to NaN
+        if not torch.equal(*values) and bytes_of(values[0]) != bytes_of(values[1]):  # compare bytes, too: NaN != NaN
             return True
     return False

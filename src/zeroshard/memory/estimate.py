@@ -150,7 +150,7 @@ def shortage(everyone: Sequence[Need], config: Config) -> str | None:
     """Return why the ranks' states do not fit the memory of some host, with a table and a remedy; None if they fit."""
     for rank, need in enumerate(everyone):
         for limit in need.limits:
-            # threads of one process share its limits, all ranks of a host those of the host
+            # ranks that are threads share their process's limits, and all ranks of a host share the host's
             sharers = [n for n in everyone if n.host == need.host and (n.pid == need.pid or not limit.of_process)]
             if sum(n.nbytes for n in sharers) > limit.nbytes:
                 return _table(rank, need, limit, sharers, config)

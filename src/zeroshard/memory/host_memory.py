@@ -30,7 +30,7 @@ except ImportError:  # not a POSIX system, which has no such limits
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEEP_NBYTES = 128 << 20  # free memory that is kept at the top of the heap
-MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; blocks of fewer bytes come from its heap
+MMAP_NBYTES = 32 << 20  # the largest value that glibc accepts; smaller blocks come from its heap
 _RETURNED_NBYTES = 1 << 20
 _mapped_nbytes = MMAP_NBYTES
 _TUNABLES, _MENDED = "GLIBC_TUNABLES", (2, 39)
@@ -128,7 +128,7 @@ def _groups_left() -> list[tuple[Path, int]]:
             try:
                 left = int((folder / limit).read_text()) - int((folder / used).read_text())
                 counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            except (OSError, ValueError):  # no such group, or "max"
+            except (OSError, ValueError):  # there is no such group, or its limit is "max"
                 continue
             found.append((folder, max(left + sum(int(counts.get(name, 0)) for name in cached), 0)))
     return found

@@ -60,9 +60,7 @@ def making() -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Traffic:
-    """Totals of one kind of collective: calls, calls by unit, bytes that one rank sent, and (between) those sent to other
-    nodes.
-    """
+    """Totals of one kind of collective: calls, calls by unit, bytes that one rank sent, and `between`: those to other nodes."""
 
     count: int = 0
     nbytes: int = 0

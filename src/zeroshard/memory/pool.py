@@ -41,8 +41,8 @@ _LONGEST_S = 5.0  # a wait that lasts this long ends with a further buffer in an
 
 @dataclass
 class _Buffer:
-    region: Region  # bytes
-    work: Work | None = None  # the reduction that reads it
+    region: Region  # of uint8
+    work: Work | None = None  # the collective that still reads it
     taken: bool = False
     touched: bool = False
     given: int = 0  # number of the last `give` of this buffer, counted over the pool; 0: none
@@ -55,9 +55,7 @@ class StagingPool:
     def __init__(
         self, comm: Comm, ledger: Ledger, nbytes: int, count: int, limit: int, category: str = STAGING, *, passing: bool = False
     ) -> None:
-        """passing: whoever takes a buffer gives it back without further action of this rank, so that waiting for one is
-        worthwhile.
-        """
+        """passing: a taken buffer comes back without further action of this rank, so that it is worth waiting for one."""
         self.passing, self.turn = passing, Turn(f"the pool of buffers ({category})")
         self.comm, self.ledger, self.count, self.category = comm, ledger, count, category
         self.nbytes = round_up(nbytes, comm.world_size)  # a region has world_size shards, also where it serves as one shard

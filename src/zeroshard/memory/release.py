@@ -47,7 +47,7 @@ def _use_huge_pages(tensor: Tensor) -> None:
 
 
 def _drop_pages(address: int, nbytes: int) -> None:
-    _advise(address, nbytes, _MADV_REMOVE, _MADV_DONTNEED)  # the first is refused for private memory
+    _advise(address, nbytes, _MADV_REMOVE, _MADV_DONTNEED)  # the system refuses the first for private memory
 
 
 def _advise(address: int, nbytes: int, *advices: int) -> None:

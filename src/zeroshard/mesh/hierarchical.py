@@ -35,9 +35,7 @@ def buffers(most: int) -> tuple[int, int]:
 
 
 def exact_share(num_ranks: int) -> float:
-    """Return a power of two by which the terms of a sum over `num_ranks` are multiplied, so that the sum does not overflow
-    fp16.
-    """
+    """Return a power of two that scales the terms of a sum over `num_ranks`, so that the sum does not overflow fp16."""
     return 2.0 ** -(num_ranks - 1).bit_length()
 
 
@@ -101,7 +99,7 @@ class HierarchicalComm(Wrapper):
         return None
 
     def _part(self, region: Region, members: list[int]) -> Region:
-        """Return a region with the shards and wholes of `members` alone."""
+        """Return a region with the shards and wholes of `members` only."""
         part = Region(region.tensor, [region.shards[rank] for rank in members], number=region.number)
         part.wholes = [region.wholes[rank] for rank in members] if region.wholes else []
         if region.siblings is not None:
@@ -179,7 +177,7 @@ class HierarchicalComm(Wrapper):
         numel = full.numel() // self.inner.world_size
         if number in self._held:
             rows = self._secondary[number].view(0, numel, full.dtype, whole=False)
-            rows = Region(rows.tensor, rows.shards, number=number)  # at rest
+            rows = Region(rows.tensor, rows.shards, number=number)  # no siblings: not a staging buffer
             return self.inner.gather(full, rows, f"{label} [secondary shard]")
         pool, slot, rows = self._take_rows(number, numel, full.dtype)
         first = self.outer.gather(rows.tensor, self._part(source, self._alike), label, tag)

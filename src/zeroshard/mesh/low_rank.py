@@ -99,8 +99,8 @@ class LowRankReductions(Wrapper):
         return first
 
     def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
-        """Start an all-reduce; at its end call then(mean, work). mean: of `values` (n,) over ranks, in `region`; work: its
-        gather.
+        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the Work that
+        gathers it.
         """
         numel = values.numel()
         region.tensor[:numel].copy_(values)

@@ -1,6 +1,6 @@
 """Sharding inside groups of ranks that are replicas of each other: HSDP, and MiCS (arXiv 2205.00119, section 3).
 
-    gather   inside the group alone
+    gather   inside the group
     reduce   whole --inside, sum--> my shard --across, sum of a part--> my part of it --across, gather--> my shard
 
 All groups get the same bits: one rank sums each element over the groups, and its result is copied to the others.
@@ -22,9 +22,7 @@ from .wrapper import Wrapper
 
 
 class ReplicatedComm(Wrapper):
-    """Comm of the ranks of one group (`inner`) whose reductions also sum over `outer`: the ranks of the same index in all
-    groups.
-    """
+    """Comm of the ranks of one group (`inner`); reductions also sum over `outer`, the ranks of the same index in all groups."""
 
     def __init__(self, inner: Comm, outer: Comm, ledger: Ledger) -> None:
         super().__init__(inner)

@@ -111,9 +111,7 @@ class Topology:
         return values, gradients
 
     def values_of(self, packed: bool, numel: int) -> Comm:
-        """Return the Comm that gathers a group's values. packed: whether its parameters may be compressed (all of them, or
-        none).
-        """
+        """Return the Comm that gathers a group's values. packed: its parameters may be compressed (all of them, or none)."""
         return self.values if packed and self.weights is not None and numel >= self.weights.min_numel else self.shards
 
     def gradients_of(self, packed: bool, numel: int) -> Comm:

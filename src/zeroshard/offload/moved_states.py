@@ -46,9 +46,7 @@ class _Left:
 
 
 class MovedStates:
-    """The states of one model that are away. lent: the context in which other values stand for the parameters, which are
-    then read-only.
-    """
+    """The states of one model that are away. lent: context in which other values stand for the parameters, then read-only."""
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers

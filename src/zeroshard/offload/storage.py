@@ -269,9 +269,7 @@ class FileRest(Rest):
                 self._store_in_pieces(start, source.reshape(-1), nbytes)
 
     def _store_in_pieces(self, start: int, source: Tensor, nbytes: int) -> None:
-        """Write through a few pieces of aligned memory: a whole copy would leave a hole in the heap; unaligned memory is
-        copied again.
-        """
+        """Write through a few pieces of aligned memory: whole copies leave holes in the heap, unaligned ones are copied again."""
         memory = empty_aligned(nbytes + PAGE_NBYTES)[self._at(start) % PAGE_NBYTES :]
         pieces = [part.view(self.dtype) for part in memory[:nbytes].split(_PIECE_NBYTES)]
         under_way: list[Pending] = [MOVED] * len(pieces)
@@ -401,9 +399,7 @@ class Tiers:
 
     @contextlib.contextmanager
     def beside_comm(self) -> Iterator[None]:
-        """Context for a thread while another one of this rank uses the Comm: failures raise here, and the other thread
-        tells the peers.
-        """
+        """Context of a thread while another one uses the Comm: failures raise here, and the other thread tells the peers."""
         before, self._beside.comm = getattr(self._beside, "comm", False), True
         try:
             yield
@@ -416,9 +412,7 @@ class Tiers:
         self.check()
 
     def check(self) -> None:
-        """Raise if a request has failed earlier, here or on a peer. Tells the peers, which raise it when they next wait for
-        this rank.
-        """
+        """Raise if a request has failed, here or on a peer. Tells the peers, which raise it when they next wait for this rank."""
         failure = self.failure or self.comm.failure
         if failure is None:
             return
@@ -428,9 +422,7 @@ class Tiers:
         raise copy.copy(failure)
 
     def open_folder(self, offload: Offload) -> None:
-        """Check the folder of an offload option (see SwapFolder), and make this run's own in it. Once per path, before
-        other changes.
-        """
+        """Check an offload option's folder (see SwapFolder) and make this run's own in it; once per path, before any change."""
         if offload.tier is Tier.DISK and not self.comm.imagined and offload.path not in self._folders:
             self._folders[offload.path] = _Folder(offload, self.comm)  # type: ignore[index]
 

@@ -341,7 +341,7 @@ def step_stretch(
     out: Tensor | None = None,  # (n,)
     scratch: Tensor | None = None,  # (chunk,) fp32, for the calling thread; allocated where missing or too short
     team: Team | None = None,  # None: torch's threads on one chunk at a time
-    chunk: int | None = None,  # elements
+    chunk: int | None = None,  # elements per chunk
 ) -> None:
     """Run `step_chunk` over a whole stretch. Counters count one step; missing columns are created."""
     numel = master.numel()

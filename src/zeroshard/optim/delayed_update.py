@@ -20,8 +20,7 @@ class DelayedStep:
     """Runs a HostStepper in a thread, one step at a time.
 
     Threads: all methods are for the rank's own thread. From `start` to the end of `wait`, the step's thread alone uses the
-    stepper,
-    masters, states and the gradients handed over. The rank's own keeps the Comm, and tells peers of failures (`wait`).
+    stepper, masters, states and gradients handed over. The rank's own keeps the Comm, and tells peers of failures (`wait`).
     """
 
     def __init__(self, host: HostStepper) -> None:

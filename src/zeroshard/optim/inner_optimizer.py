@@ -25,7 +25,7 @@ def step_on_device(inner: torch.optim.Optimizer, hosted: list[bool], device: tor
     """Step the inner optimizer's groups that have parameters: some classes stack them, or use torch._foreach, and fail on none.
 
     hosted: which groups have elements that the host steps. If such a group has no parameters here, it gets one of no
-    elements, so that the class counts the step. whole_matrix.py tells groups of whole parameters alone what was counted.
+    elements, so that the class counts the step. Groups of whole parameters only get the count from whole_matrix.py.
     """
     groups = inner.param_groups
     empty = [group for group, on_host in zip(groups, hosted, strict=True) if on_host and not group["params"]]

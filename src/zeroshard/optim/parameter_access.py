@@ -249,13 +249,13 @@ def whole_states(group: ParamGroup, index: int, entries: dict[str, Any]) -> dict
     """Return one parameter's states with whole tensors (collective). Ranks without elements get keys and scalars from others."""
     plain = {
         k: v.cpu() if isinstance(v, Tensor) else v for k, v in entries.items() if not isinstance(v, ShardedTensor)
-    }  # ranks differ in devices
+    }  # on the host, since a peer's device may be another
     sharded = {k: v._local for k, v in entries.items() if isinstance(v, ShardedTensor)}
     kept = {k for k, v in plain.items() if not sendable(v)}  # objects that can not be sent
     mine = ({k: v for k, v in plain.items() if k not in kept}, {k: v.dtype for k, v in sharded.items()}, sorted(kept))
     everyone = exchange_values(group.comm, mine, "optimizer state: keys")
     for key in sorted({key for _, _, theirs in everyone for key in theirs}):
-        if not all(key in other or key in theirs for other, _, theirs in everyone):  # the same answer on every rank
+        if not all(key in other or key in theirs for other, _, theirs in everyone):  # equal on every rank, so all raise
             raise ConfigError(
                 f"optimizer state {key!r} of {group.specs[index].name} is an object of which some ranks have none, and not plain "
                 "data that could be sent to them."

@@ -171,7 +171,7 @@ class OptimizerCore:
         self.runtime.account.clipped = replace(found, writes=self._writes())
 
     def _known(self) -> Clipped | None:
-        """Return the norm that was computed last, if the gradients have not been written since; else None."""
+        """Return the last clip, if its norm is usable and gradients have not been written since; else None."""
         found = self.runtime.account.clipped
         return found if found is not None and self._usable(found.norm) and found.writes == self._writes() else None
 

@@ -124,7 +124,7 @@ class Restoring:
             if isinstance(run.states, ColumnStates):
                 _fill_columns(run, run.states, given)
                 continue
-            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # they are equal
+            entries = scalars_for(run, core.outer.param_groups[number], given[0])  # equal for all of the run
             made, old = self._made.pop(id(run), {}), spare.pop(id(run), {})
             left = {key: reader for key, reader in given[0].tensors.items() if key not in made}
             for key, reader in left.items():
@@ -137,9 +137,7 @@ class Restoring:
 
 
 def _spare(core: Core, runs: list[tuple[int, Run, list[SavedState]]]) -> dict[int, dict[str, Tensor]]:
-    """Return the old states whose memory the new runs can reuse, by id of the run: those of the same elements that nothing
-    else refers to.
-    """
+    """Return the old states whose memory new runs can reuse, by id of the run: of the same elements, and not referred to."""
     before = [run for runs in core.runs for run in runs if isinstance(run.states, DeviceStates)]
     old = {(id(run.group), run.start, run.numel): run.states.load() for run in before}
     uses = Counter(id(value) for entries in old.values() for value in entries.values())

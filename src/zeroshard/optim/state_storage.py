@@ -241,9 +241,7 @@ class WholeState(Tensor):
 
 @torch.no_grad()
 def write_state(state: Tensor, value: Tensor, name: str) -> None:
-    """Copy a value, whole or sharded like the parameter, into a state that the user sees. Raises ConfigError for another
-    shape.
-    """
+    """Copy a value, whole or sharded like the parameter, into a state that the user sees. Raises ConfigError by its shape."""
     if tuple(value.shape) != tuple(state.shape):
         raise ConfigError(
             f"optimizer.state: {name}: expected a tensor of the parameter's shape {tuple(state.shape)}, got "

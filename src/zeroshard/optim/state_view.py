@@ -291,7 +291,7 @@ def _find(core: Core, param: Any) -> tuple[Run, int]:
 
 
 def _alone(core: Core, param: Tensor) -> tuple[Run, int]:
-    """Return a run with this parameter alone, splitting its run if need be, and the parameter's index in its group."""
+    """Return a run of only this parameter, splitting its run if need be, and the parameter's index in its group."""
     run, index = _find(core, param)
     if len(run.indices) > 1:
         runs = core.runs[core.group_of[id(param)]]

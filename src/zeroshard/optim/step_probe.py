@@ -41,9 +41,7 @@ Part = tuple[int, int, tuple[int, ...]]  # elements [start, stop) of the two par
 
 @dataclass(frozen=True)
 class Departure:
-    """Result of a trial: the groups (by number) whose step is not elementwise. how: the evidence. alone: parameters may be
-    stepped singly.
-    """
+    """Groups (by number) whose step is not elementwise. how: the evidence. alone: each parameter may be stepped by itself."""
 
     groups: list[int]
     how: str
@@ -163,9 +161,7 @@ class _Trial:
         return f"after {_STEPS} steps values differ by {found:.2g}, where the largest change is {change:.2g}"
 
     def _stepped(self, ranks: list[list[Part]]) -> Tensor:
-        """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank has, with one optimizer per
-        rank.
-        """
+        """Return both parameters (2 * numel,) after all steps. ranks: the parts that each rank's optimizer has."""
         result = self.value.clone()
         for parts in ranks:
             leaves = [nn.Parameter(self.value[start:stop].clone().view(shape).to(self.device)) for start, stop, shape in parts]
@@ -214,9 +210,7 @@ class _Trial:
 
 
 def _samples(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield (groups, a parameter of the first) per number of dimensions and kind of group. Numeric options do not make
-    another kind.
-    """
+    """Yield (groups, a parameter of the first) per kind of group and number of dimensions. Numeric options make no kind."""
     samples: dict[Any, tuple[list[int], Tensor]] = {}
     for number, group in enumerate(optimizer.param_groups):
         told = {k: v for k, v in group.items() if k not in ("params", "param_names", "name") and not isinstance(v, Tensor)}
@@ -254,9 +248,7 @@ def _apart() -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of plain data and tensors. Raises _Untold for other objects, through which a trial could change the
-    user's.
-    """
+    """Return a copy of plain data and tensors. Raises _Untold for objects through which a trial could change the user's."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= _MAX_NUMEL:
         return torch.full(value.shape, 0.01, dtype=value.dtype) if _is_unreal(value) else value.detach().clone()
     if isinstance(value, _ATOMS):

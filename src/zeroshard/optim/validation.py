@@ -17,7 +17,7 @@ from .lion import Lion
 from .step_probe import Departure, Sends, departure, sends
 from .whole_matrix import declared
 
-# the attribute by which torch.distributed.optim marks parameters that it steps in backward
+# attribute by which torch.distributed.optim marks parameters that it steps in backward
 _IN_BACKWARD = "_in_backward_optimizers"
 _NOT_ELEMENTWISE = {
     "ADAFACTOR": "has states of a parameter's rows and columns (those of torch and of Transformers are served)",
@@ -92,9 +92,7 @@ def _sends(cls: type, operation: str) -> str:
 
 
 def check_steps_itself(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer that holds another one, which would go on stepping whole parameters besides their
-    shards.
-    """
+    """Raise ConfigError for an optimizer that holds another one, which would step whole parameters besides their shards."""
     for name, value in vars(optimizer).items():
         other = next((held for held in _within(value) if isinstance(held, torch.optim.Optimizer)), optimizer)
         if other is not optimizer:
@@ -140,9 +138,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
 
 
 def check_members(optimizer: torch.optim.Optimizer, members: list[list[Tensor]], groups: list[ParamGroup]) -> None:
-    """Raise ConfigError if its groups hold other parameters than `members`, which were there at zs.shard(). Their order is
-    free.
-    """
+    """Raise ConfigError if groups hold other parameters than `members`, which they had at zs.shard(); order is free."""
     now = [group["params"] for group in optimizer.param_groups]
     if len(now) == len(members) and all(
         len(params) == len(then) and all(map(is_, params, then)) for params, then in zip(now, members, strict=True)

@@ -86,7 +86,7 @@ def whole_parameters(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], delayed: bool) -> None:
-    """Raise ConfigError for a delayed update, or a parameter stepped whole of which this rank's model has a part alone."""
+    """Raise ConfigError for a delayed update, or a parameter stepped whole of which this rank's model has only a part."""
     whole = whole_parameters(optimizer)
     if whole and delayed:
         raise ConfigError(
@@ -107,9 +107,7 @@ def check_whole(optimizer: torch.optim.Optimizer, specs: Sequence[ParamSpec], de
 
 @dataclass(eq=False)
 class Stepping:
-    """One parameter to step. states: name -> dtype of states of its shape; others: its other states. written: options the
-    step changed.
-    """
+    """One parameter to step. states: its states of its shape, name -> dtype; others: the rest. written: options it changed."""
 
     run: Run
     options: dict[str, Any]
@@ -145,9 +143,7 @@ class WholeStepper:
 
     @torch.no_grad()
     def step(self, runs: list[tuple[Run, dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Step all runs (collective: the same runs, in the same order, on all ranks); return the options that each step has
-        changed.
-        """
+        """Step all runs (collective, the same runs in order on all ranks); return the options that each step changed."""
         jobs = [self._job(run, options) for run, options in runs]
         if self.replicated:
             for job in jobs:
@@ -178,9 +174,7 @@ class WholeStepper:
         return leaf.detach(), {key: self._as_cut(job, key, value) for key, value in after.items()}
 
     def _as_cut(self, job: Stepping, key: str, value: Any) -> Any:
-        """Return a state in the form in which it is kept. One of shape (1, m, n), from a class that stacks, gets the
-        matrix's shape.
-        """
+        """Return a state as it is kept: one of shape (1, m, n), from a class that stacks matrices, gets the matrix's shape."""
         if isinstance(value, Tensor) and key not in job.others:
             leading = value.dim() - len(job.shape)
             if leading >= 0 and tuple(value.shape) == (1,) * leading + job.shape and value.dim():
@@ -189,9 +183,7 @@ class WholeStepper:
         return job.run.rested(value) if not _is_state(value, job.shape) else value
 
     def _leading(self, job: Stepping, key: str) -> int:
-        """Return the number of leading dimensions of 1 that the class gives a state. After a load, a step on zeros finds it
-        out.
-        """
+        """Return how many leading dimensions of 1 the class gives a state. After a load, a step on zeros finds it out."""
         at = key, len(job.shape)
         if at not in self.stacked:
             self.stacked[at] = 0
@@ -347,9 +339,7 @@ def _is_state(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _lay(received: Tensor, start: int, target: Tensor, begin: int) -> None:
-    """Copy into `target`, which is bytes [begin, begin + its length) of a stream, what `received` (from byte `start` on)
-    has of it.
-    """
+    """Copy bytes [start, start + n) of a stream, `received`, to `target`, which is the stream's bytes from `begin` on."""
     first, last = max(start, begin), min(start + received.numel(), begin + target.numel())
     if first < last:
         target[first - begin : last - begin].copy_(received[first - start : last - start])

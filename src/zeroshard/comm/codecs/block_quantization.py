@@ -258,9 +258,7 @@ class Fp8(BlockCodec):
         codes.view(torch.float8_e4m3fn).copy_(quotients.view(-1))
 
     def _decode(self, codes: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """Decode by way of fp16, which has the same bits and one more in the exponent: torch's own conversion takes ten times
-        as long.
-        """
+        """Decode by way of fp16, which is e4m3 with one exponent bit more: torch's own conversion takes ten times as long."""
         bits = scratch[: codes.numel()].copy_(codes.view(torch.int8))  # sign extension: the sign is in all upper bits
         bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.view(-1).copy_(bits.view(torch.float16))
