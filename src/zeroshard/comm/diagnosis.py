@@ -49,9 +49,8 @@ def judge(comm: Waiting, label: str, error: RuntimeError) -> Failure | None:
             break
         if gone:
             ends = {peer: comm.desk.how_it_ended(peer) for peer in gone}
-            first = min(
-                gone, key=lambda peer: "killed by" not in ends[peer]
-            )  # a killed rank first: it was no other rank's victim
+            # a killed rank comes first: it did not end because of another one
+            first = min(gone, key=lambda peer: "killed by" not in ends[peer])
             return Failure(comm.ranks[first], ends[first])
         if timed_out:
             return stalled(answers, comm, label)

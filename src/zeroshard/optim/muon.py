@@ -29,9 +29,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: parameters or groups. A group with use_muon=True takes the options of torch.optim.Muon (lr, momentum,
-        weight_decay,
-            nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), with False those of AdamW (lr, betas, eps, weight_decay). A
-            group without it is divided by the attribute `use_muon` of its parameters, which each must have.
+            weight_decay, nesterov, ns_steps, ns_coefficients, eps, adjust_lr_fn), with False those of AdamW (lr, betas, eps,
+            weight_decay). A group without it is divided by the attribute `use_muon` of its parameters, which each must have.
         lr: learning rate of groups that have none; adam_lr: the same for AdamW's; None: lr.
 
     Raises:

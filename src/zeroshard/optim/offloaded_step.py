@@ -151,9 +151,7 @@ class HostStepper:
         plan = deque(slab for job in jobs for slab in self._slabs(job))
         following = [(slab.job, slab.begin, slab.end) for slab in plan]
         sizes = [self._staged_nbytes(slab) for slab in plan]
-        useful_nbytes = sum(sizes) + max(
-            sizes, default=0
-        )  # and one more: a piece is contiguous, so the arena's end may be unused
+        useful_nbytes = sum(sizes) + max(sizes, default=0)  # one more: the arena's end may be too short for a slab
         if self.pool.lacks(useful_nbytes):
             self.forget()  # slabs read ahead are in the memory that a larger one replaces
         self.pool.reserve(useful_nbytes)

@@ -110,8 +110,7 @@ class Restoring:
         """Replace all states.
 
         write_over: reuse the memory of the states that a run of the same elements had, since new memory can cost more than
-        the writes
-            to it. The states that are read must be others.
+            the writes to it. The states that are read must be others.
         """
         core = self.core
         spare = _spare(core, self.runs) if write_over else {}

@@ -45,10 +45,9 @@ def whole_matrix(cls: type[torch.optim.Optimizer] | None = None, *, where: Where
     """Declare that an optimizer class steps each parameter by itself and needs all of it. Returns the class: also a decorator.
 
     Args:
-        cls: the class; the declaration holds for derived classes, too. Its step of one parameter must depend on that
-        parameter, its
-            gradient, its states and its group's options only: no norm over several parameters, no count kept on the
-            optimizer itself.
+        cls: the class; the declaration holds for derived classes, too. Its step of one parameter must depend on nothing but
+            that parameter, its gradient, its states and its group's options: no norm over several parameters, no count on
+            the optimizer itself.
         where: (parameter, options of its group) -> True if it is stepped whole; others are stepped elementwise. None: all.
 
     torch.optim.Muon, torch.optim.Adafactor and the Adafactor of Transformers are declared already. Raises ConfigError for
