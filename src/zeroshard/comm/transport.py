@@ -379,7 +379,7 @@ class ProcessTransport(Transport):
                 self._forget(peer)
                 self._drop_received(peer)
                 with contextlib.suppress(OSError):  # the peer may be gone
-                    sock.shutdown(socket.SHUT_RDWR)  # close() alone does nothing while another process holds the socket
+                    sock.shutdown(socket.SHUT_RDWR)  # close() alone does not disconnect while another process holds the socket
                 sock.close()
             self._peers.clear()
 

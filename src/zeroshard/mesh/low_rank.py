@@ -99,9 +99,7 @@ class LowRankReductions(Wrapper):
         return first
 
     def _all_reduce(self, values: Tensor, region: Region, tag: int, label: str, then: Callable[[Tensor, Work], Work]) -> Work:
-        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the Work that
-        gathers it.
-        """
+        """Start an all-reduce; at its end call then(mean, work): mean of `values` (n,) in `region`, and the gather's Work."""
         numel = values.numel()
         region.tensor[:numel].copy_(values)
         region.tensor[numel:].zero_()

@@ -43,14 +43,12 @@ def offload_states(
     """Move a sharded model's states off the device until `zs.reload_states` (collective, between steps).
 
     Args:
-        include: what to move: "optimizer" (states), "masters", "parameters", "gradients", "buffers" (of gathers, reductions, host
-            steps, saves and activation checkpoints); DeepSpeed's "optim_states", "hp_params", "lp_params", "lp_grads" and
+        include: what to move: "optimizer" (states), "masters", "parameters", "gradients", "buffers" (of gathers, reductions,
+            host steps, saves and activation checkpoints); DeepSpeed's "optim_states", "hp_params", "lp_params", "lp_grads" and
             "contiguous_grad_buffer" mean the same. None: all.
-        device: "cpu": to copies in host memory; where the device is the host, states stay where they are, and only buffers
-        are freed.
-            "nvme", a folder on a local disk, or an Offload: to files in a folder of this run; "nvme" alone means that of
-            zs.shard.
-            States that already rest off the device stay where they are.
+        device: "cpu": to copies in host memory; where the device is the host, states stay where they are, and only buffers are
+            freed. "nvme", a folder on a local disk, or an Offload: to files in a folder of this run; "nvme" alone means that
+            of zs.shard. States that already rest off the device stay where they are.
         pin_memory: use page-locked memory for copies on the host.
         non_blocking: return while copies to the host are still running (not for files).
 
@@ -58,8 +56,7 @@ def offload_states(
     write needs all. After `zero_grad` there are no gradients to copy. Further calls move what is still on the device.
 
     Raises:
-        ConfigError: an option is wrong, on any rank; ranks call it differently. SwapError, ConfigError: the folder can not
-        be used.
+        ConfigError: an option is wrong, on any rank; ranks call it differently. SwapError, ConfigError: the folder is not fit.
         ZeroshardError: called inside a forward, a backward or zs.gathered(). Nothing has changed in any of these cases.
         OffloadIOError: the disk failed: the model can not be used any more.
     """
