@@ -1,10 +1,10 @@
-"""zs.export: from a checkpoint to files that others read, on one process, some MiB at a time.
+"""zs.export: convert a checkpoint's model to files for other libraries, in one process, some MiB at a time.
 
     safetensors   OUT/model.safetensors, or
                   OUT/model-00001-of-00002.safetensors ... and OUT/model.safetensors.index.json; OUT/config.json if it is known
     torch         OUT: one file of a state dict, as torch.save(model.state_dict(), OUT) writes it
 
-Everything is written under a hidden name and gets its own when all of it is on the disk.
+The output is written under a hidden name and renamed when all of it is on the disk.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .saving import write_error
 from .source import Opened, Untrusted
 
 CONFIG = "hf_config"  # the extra under which a checkpoint may keep a Hugging Face configuration
-_METADATA = "__metadata__"  # a name that safetensors itself uses
+_METADATA = "__metadata__"  # key that the safetensors format reserves
 FORMATS = ("safetensors", "torch")
 _CHUNK_NUMEL = 2 << 20  # elements read, converted and written at a time
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What `zs.export` wrote. nbytes: of all files; ties: another name -> the name that was written."""
+    """Result of `zs.export`. nbytes: size of all files. ties: other name of a tensor -> the name under which it was written."""
 
     path: Path
     files: tuple[str, ...]
@@ -67,25 +67,25 @@ def export(
 ) -> Exported:
     """Write the model of a checkpoint as safetensors, which `from_pretrained` reads, or as a file of torch.save.
 
-    Needs one process, no process group, device or network, and some MiB of memory whatever the model's size. Names that a
-    model ties are written once (safetensors; the others are in the metadata) or share their storage (torch). What modules
-    keep in state dicts that is no tensor (`get_extra_state`) is in files of torch.save alone. What is left out is said on stderr.
+    This needs one process, no process group, device or network, and some MiB of memory whatever the model's size. A tensor with
+    several names is written once (safetensors: its other names are in the metadata; torch: the entries share storage). Values of
+    `get_extra_state` that are no tensors are written to files of torch.save only. A line on stderr names what is left out.
 
     Args:
-        path: a checkpoint, or a folder of them: then `name`, or the newest complete one; or any other that `zs.load` takes.
-        out: the folder (safetensors) or file (torch) to make; it must not exist, or be an empty folder.
-        dtype: of floating-point tensors (fp8, fp4 keep theirs); None: as stored, which for parameters with fp32 masters is fp32.
-        max_shard_nbytes: safetensors files hold no more than this, but one tensor at least.
-        config: a Hugging Face configuration (or its `to_dict()`), its file or the folder with it, for OUT/config.json; None: what
-            the checkpoint keeps under extra["hf_config"], if anything.
-        prefix: export the part of the model whose names begin so, without it: "policy." of a model that was wrapped in another.
-        names: export these alone, as they are named in the checkpoint, and files of torch.save in this order.
+        path: a checkpoint; a folder of them, of which `name` or the last saved is taken; or another format that `zs.load` reads.
+        out: the folder (safetensors) or file (torch) to make. It must not exist, or be an empty folder.
+        dtype: dtype of floating-point tensors (fp8, fp4 keep theirs). None: as stored, which is fp32 for parameters with masters.
+        max_shard_nbytes: largest size of a safetensors file; a larger tensor has a file of its own.
+        config: a Hugging Face configuration (or its `to_dict()`), its file or its folder, to write as OUT/config.json. None: the
+            one that the checkpoint has as extra["hf_config"], if any.
+        prefix: export only the tensors whose names begin with this, and strip it: "policy." for a model wrapped in another.
+        names: export only these names of the checkpoint (format="torch": in this order).
         verify: first read everything and compare checksums.
 
     Raises:
-        CheckpointNotFound, CheckpointCorrupt, CheckpointError: nothing there, damaged, or `out` exists. Nothing was written.
+        CheckpointNotFound, CheckpointCorrupt, CheckpointError: no checkpoint, damage, or `out` exists. Nothing was written.
         CheckpointWriteError: the disk is full, read-only, ... What was written is removed.
-        ConfigError: an argument is wrong, or a tensor has no place in that format.
+        ConfigError: an argument is wrong, or the format cannot store a tensor.
     """
     _check_arguments(dtype, format, max_shard_nbytes, config)
     target = _check_target(out, format)
@@ -98,7 +98,7 @@ def export(
             _narrow(opened, prefix)
         try:
             return _write(opened, target, dtype, format, max_shard_nbytes, settings)
-        except CheckpointError:  # a run that goes on may have removed it meanwhile
+        except CheckpointError:  # a run in progress may have removed the checkpoint: export the next one
             if looks == 1 or not removed(Alone(), path, opened.path):
                 raise
     raise AssertionError("the last look returns or raises")
@@ -107,7 +107,7 @@ def export(
 def _write(
     opened: Opened, target: Path, dtype: torch.dtype | None, format: str, max_shard_nbytes: int, settings: dict[str, Any] | None
 ) -> Exported:
-    """All of an opened checkpoint under its name, or nothing."""
+    """Write an opened checkpoint to a hidden name and rename it to `target`; remove everything after an error."""
     if settings is None and format == "safetensors" and CONFIG in opened.shared_extras:
         settings = _kept_config(opened)
     exporting = _Exporting(opened, dtype, _read_objects(opened, format))
@@ -143,7 +143,7 @@ def _check_arguments(dtype: Any, format: str, max_shard_nbytes: int, config: Any
 
 
 def _check_target(out: str | os.PathLike, format: str) -> Path:
-    """What is to be made. Raises CheckpointError where something is there."""
+    """Return the path of the output. Raises CheckpointError if it exists and is no empty folder."""
     target = Path(absolute(out))
     if target.exists() and not (format == "safetensors" and target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"zs.export: {target} exists; name another, or remove it first.")
@@ -151,7 +151,7 @@ def _check_target(out: str | os.PathLike, format: str) -> Path:
 
 
 def _read_config(config: Any) -> dict[str, Any]:
-    """Raises ConfigError where it is no JSON object."""
+    """Return a configuration as a dictionary. Raises ConfigError if it is no JSON object."""
     config = config.to_dict() if callable(getattr(config, "to_dict", None)) else config
     if isinstance(config, Mapping):
         found: Any = dict(config)
@@ -171,7 +171,7 @@ def _read_config(config: Any) -> dict[str, Any]:
 
 
 def _kept_config(opened: Opened) -> dict[str, Any]:
-    """What the checkpoint keeps. Raises CheckpointError where it keeps an object, which nobody may run here."""
+    """Return the configuration in the checkpoint. Raises CheckpointError if it is an object that would have to be unpickled."""
     try:
         return _read_config(opened.shared_extras[CONFIG]())
     except Untrusted:
@@ -182,7 +182,7 @@ def _kept_config(opened: Opened) -> dict[str, Any]:
 
 
 def _choose(opened: Opened, names: dict[str, None]) -> None:
-    """Only those; raises ConfigError where one is not there."""
+    """Keep only these names. Raises ConfigError if the checkpoint lacks one."""
     if absent := names.keys() - opened.model.keys():
         raise ConfigError(f"zs.export: names: {opened.path} has no {min(absent)!r}.{did_you_mean(min(absent), opened.model)}")
     opened.model = {name: opened.model[name] for name in names}
@@ -190,7 +190,7 @@ def _choose(opened: Opened, names: dict[str, None]) -> None:
 
 
 def _narrow(opened: Opened, prefix: str) -> None:
-    """To what is named prefix...; raises ConfigError where nothing is."""
+    """Keep only names that begin with the prefix, and strip it. Raises ConfigError if there are none."""
     found = {name.removeprefix(prefix): stored for name, stored in opened.model.items() if name.startswith(prefix)}
     if not found:
         raise ConfigError(
@@ -209,7 +209,7 @@ def _say(line: str) -> None:
 
 
 def _read_objects(opened: Opened, format: str) -> dict[str, Any]:
-    """What modules keep in state dicts that is no tensor, by name, if the format can hold it; what is left out is said."""
+    """Return modules' extra states that are no tensors, by name, if the format can hold them; print what is left out."""
     if opened.trained_only:
         _say(f"{opened.path} holds trained parameters alone ({len(opened.frozen)} were left out): so does the export")
     if format == "safetensors":
@@ -241,8 +241,8 @@ def _remove(path: Path) -> None:
 
 
 class _Exporting:
-    """One export. tensors: name -> (dtype, shape) as they will be; sources: where they are; ties: another name -> name;
-    objects: what is no tensor."""
+    """One export. tensors: name -> (dtype, shape) in the output. sources: name -> stored tensor. ties: other name -> name.
+    objects: values that are no tensors, by name."""
 
     def __init__(self, opened: Opened, dtype: torch.dtype | None, objects: dict[str, Any]) -> None:
         self.dtype, self.objects = dtype, objects
@@ -262,7 +262,7 @@ class _Exporting:
         return math.prod(shape) * dtype.itemsize
 
     def write_torch(self, path: Path) -> list[str]:
-        """One file; its name."""
+        """Write one file of torch.save. Return its name."""
         for name, (dtype, _) in self.tensors.items():
             if not dcp.storable(dtype):
                 raise ConfigError(f"zs.export: {name} is {dtype}, which this format has no place for{_way_on(dtype)}.")
@@ -274,7 +274,7 @@ class _Exporting:
         return [path.name]
 
     def write_safetensors(self, folder: Path, max_shard_nbytes: int, settings: dict[str, Any] | None) -> list[str]:
-        """A folder of files; their names."""
+        """Write a folder of safetensors files, index and config. Return the files' names."""
         for name, (dtype, _) in self.tensors.items():
             if dtype not in SAFETENSORS_NAMES:
                 raise ConfigError(f"zs.export: {name} is {dtype}, which safetensors has no place for{_way_on(dtype)}.")
@@ -299,14 +299,14 @@ class _Exporting:
         return files
 
     def _described(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The configuration; where it names a dtype, that of the files if one was chosen."""
+        """Return the configuration, with the chosen dtype in place of the one that it names."""
         if self.dtype is None:
             return settings
         chosen = str(self.dtype).removeprefix("torch.")
         return {key: chosen if key in ("dtype", "torch_dtype") else value for key, value in settings.items()}
 
     def _reserve(self, folder: Path) -> None:
-        """Raise now where the disk is too small, rather than after minutes of writing."""
+        """Raise OSError now if the disk is too small, rather than after minutes of writing."""
         probe = folder / f".{secrets.token_hex(3)}.tmp"
         try:
             with open(probe, "wb") as file:
@@ -316,7 +316,7 @@ class _Exporting:
             probe.unlink(missing_ok=True)
 
     def _shards(self, max_nbytes: int) -> list[list[str]]:
-        """Names by file, in the order of the checkpoint: ours has them sorted."""
+        """Return the names for each file, in the order of the checkpoint (zs.save sorts them)."""
         shards: list[list[str]] = [[]]
         nbytes = 0
         for name in self.tensors:
@@ -333,7 +333,7 @@ class _Exporting:
         path.write_bytes(header)
         for name in names:
             self._copy(name, places[name])
-        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # tensors without elements at the end
+        os.truncate(path, len(header) + sum(self._nbytes(name) for name in names))  # where it ends in empty tensors
         sync(path)
 
     def _copy(self, name: str, target: StoredTensor) -> None:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as facts: `zs.inspect_checkpoint`, and `zeroshard inspect` prints them."""
+"""Facts about checkpoints: `zs.inspect_checkpoint` returns them, and `zeroshard inspect` prints them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .manifest import Manifest
 from .resolver import Alone, agreed, check_digests, check_sizes, owner_of
 
 HOLD, UNCHECKED, NONE, DAMAGED, UNREADABLE = "hold", "not verified", "the format has none", "damaged", "unreadable"
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # a manifest that says other things than it must
-_LISTINGS = 5  # of a folder, as long as checkpoints vanish from it meanwhile
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)  # raised while reading a manifest with wrong entries
+_LISTINGS = 5  # attempts at listing a folder from which checkpoints are being removed
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """One checkpoint. nbytes: of kinds (parameters with buffers, optimizer states, other) and of files by name.
+    """Facts about one checkpoint. kinds: bytes of "parameters" (with buffers), "optimizer states", "other". files: bytes by name.
 
-    kind: "zeroshard", or the format of another library, of which less is known. damage: what is wrong, or "".
+    kind: "zeroshard", or the format of another library, of which less is known. damage: description of the damage, or "".
     checksums: "hold", "not verified", "the format has none", "damaged", or "unreadable" (an I/O error, a newer version).
     """
 
@@ -47,22 +47,23 @@ class Inspection:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Size of all files in bytes."""
         return sum(self.files.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON takes it."""
+        """Return all facts in types that JSON has."""
         return {**asdict(self), "nbytes": self.nbytes}
 
 
 def inspect_checkpoint(path: str | os.PathLike, *, name: str | None = None, verify: bool = True) -> list[Inspection]:
-    """Every complete checkpoint of a folder, the oldest first; `name` alone; or the one that `path` is.
+    """Return facts about every complete checkpoint of a folder, the oldest first; about `name` only; or about `path` itself.
 
-    verify: read all files and compare checksums; damage, and what cannot be read, is told, not raised. What a run that goes on
-    removes meanwhile is left out. Needs one process, no group and no device.
+    This needs one process, no process group and no device. A checkpoint that a run removes meanwhile is left out.
+
+    verify: read all files and compare checksums. Damage and unreadable files are reported in the result, not raised.
 
     Raises:
-        CheckpointNotFound: nothing complete there.
+        CheckpointNotFound: there is no complete checkpoint.
         CheckpointError: the folder, or a file of another library, cannot be read.
     """
     return agreed(Alone(), "zs.inspect_checkpoint: reading", lambda: _look(Path(path), name, verify), path)
@@ -84,7 +85,7 @@ def _look(where: Path, name: str | None, verify: bool) -> list[Inspection]:
 
 
 def _complete(where: Path) -> dict[str, Path]:
-    """Complete checkpoints by name, though one may vanish while they are listed."""
+    """Return complete checkpoints by name; list again if one vanishes meanwhile."""
     for _ in range(_LISTINGS):
         with suppress(FileNotFoundError):
             return places.complete(where)
@@ -92,7 +93,7 @@ def _complete(where: Path) -> dict[str, Path]:
 
 
 def _inspect(folder: Path, verify: bool) -> Inspection | None:
-    """One of ours; None where it is gone by now."""
+    """Inspect a checkpoint of zs.save. Return None if it has been removed meanwhile."""
     found, checksums, damage = _unknown(folder), HOLD if verify else UNCHECKED, ""
     try:
         manifest = Manifest.read(folder)
@@ -115,7 +116,7 @@ def _unknown(folder: Path) -> Inspection:
 
 
 def _described(folder: Path, manifest: Manifest) -> Inspection:
-    """All that a manifest tells."""
+    """Return the facts that a manifest has."""
     facts = {key: value for key, value in manifest.facts.items() if key not in ("step", "trained_only", "per_rank")}
     shapes = {name: (math.prod(entry.shape), entry.dtype.itemsize) for name, entry in manifest.tensors.items()}
     model = [shape for name, shape in shapes.items() if name.startswith(holding.MODEL)]
@@ -141,14 +142,14 @@ def _described(folder: Path, manifest: Manifest) -> Inspection:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """Files that are there, of a checkpoint whose manifest does not tell; {} where nobody may know."""
+    """Return the sizes of files in a folder, for a checkpoint without a readable manifest. {} if it cannot be listed."""
     with suppress(OSError):
         return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.is_file()}
     return {}
 
 
 def _kinds(model: list[tuple[int, int]], states: list[tuple[int, int]], total: int) -> dict[str, int]:
-    """Bytes by kind. model, states: (elements, bytes of one) of each tensor; total: of all files."""
+    """Return bytes by kind. model, states: (elements, bytes of one element) of each tensor. total: bytes of all files."""
     of_model, of_states = (sum(numel * size for numel, size in tensors) for tensors in (model, states))
     return {"parameters": of_model, "optimizer states": of_states, "other": max(total - of_model - of_states, 0)}
 

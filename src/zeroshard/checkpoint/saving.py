@@ -1,10 +1,10 @@
-"""zs.save: every rank writes its own part; complete or invisible.
+"""zs.save: every rank writes its own file; a checkpoint is complete or invisible.
 
     all ranks   agree on the name |                | fill buffers, write, sync | tell |                          | told
     rank 0                        | make the draft |                                  | manifest, rename, latest |
-    asynchronous: the caller goes on when buffers are filled; the rest happens in a thread of each rank, which meet by files in the draft
+    asynchronous: `save` returns when buffers are filled; a thread of each rank does the rest, and they meet by files in the draft
 
-Here is what comes before anything is written; writing.py has the rest. What takes the disk's time is done `together`.
+This file has the steps before anything is written; writing.py has the rest. Steps that may take minutes run in `together`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .writing import Plan, Save, Saver, Writing, write_error
 
 
 def saver_of(runtime: Runtime) -> Saver:
-    """The model's, made at its first save."""
+    """Return the model's Saver, which its first save makes."""
     if runtime.saver is None:
         runtime.saver = Saver(runtime)
     return runtime.saver
@@ -59,42 +59,43 @@ def save(
 ) -> Save:
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
-    Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`; when all are on the
-    disk the folder becomes `path/NAME`. Killed at any point, what was complete before still is. Any number of ranks, any
-    stage, tier, precision and partition can load it (`zs.load`), and so can torch.distributed.checkpoint. On a mesh with model axes all
-    its ranks save together, those of a pipeline each with its stage: one checkpoint of whole parameters under their names, which any
-    other mesh, or none, can load.
+    Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
+    disk, the folder is renamed to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. Any number
+    of ranks, stage, tier, precision and partition can load it (`zs.load`); so can torch.distributed.checkpoint. On a mesh with
+    model axes every rank of the mesh calls this (a pipeline rank with its stage); they write one checkpoint of whole parameters,
+    which any other mesh, or none, can load.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
-        optimizer: the model's; None: only the model is saved.
-        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or plain values that torch.save takes.
-            Where ranks give different ones each rank's is kept.
-        step: for the name and the record; None: the optimizer steps taken.
-        name: of the checkpoint; None: step-00000100.
-        asynchronous: go on while the state is copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
-            a state waits until it is copied, so forward and backward hide the copy; what rests on disk, and parameters
-            that are ordinary tensors (stages 0-2 in fp32), are copied before it returns. `Save.wait()` or the next save
-            tells how it went.
-        if_busy: an asynchronous save is still under way: "wait" for it, or "refuse" (CheckpointError, nothing done).
-        keep_last: remove older checkpoints but so many (this one counts); those with a name of their own only by a save with one.
-            keep_every: but keep those of steps that are a multiple of it.
-        trained_only: leave out parameters that are not trained, and record what they were; None: if there are any.
-        overwrite: replace a checkpoint of this name; what is no checkpoint is never replaced.
-        latest: whether `latest` is to name this one: what a load without a name takes.
-        files: by name, what rank 0 writes beside the rest for other programs; no load looks at them.
+        optimizer: the model's optimizer. None: only the model is saved.
+        extra: by name, objects with `state_dict` (schedulers, samplers, data loaders, zs.ema) or values that torch.save takes. If
+            ranks give different ones, each rank's is saved.
+        step: number for the name and the record. None: the number of optimizer steps taken.
+        name: name of the checkpoint. None: step-00000100.
+        asynchronous: return while the state is still copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
+            a state waits until it is copied, so forward and backward hide the copy. States on disk, and parameters that are
+            ordinary tensors (stages 0-2 in fp32), are copied before the call returns. `Save.wait()` or the next save raises if
+            it failed.
+        if_busy: what to do while an asynchronous save is in progress: "wait" for it, or "refuse" (CheckpointError).
+        keep_last: number of checkpoints to keep, this one included; older ones are removed. Those with a name given by `name` are
+            counted and removed only by saves with such a name.
+        keep_every: do not remove checkpoints whose step is a multiple of this.
+        trained_only: leave out frozen parameters and record their checksums. None: if some parameters are frozen.
+        overwrite: replace a checkpoint of this name. A file or folder that is no checkpoint is never replaced.
+        latest: make `latest` name this checkpoint: the one that a load without a name takes.
+        files: content by name of further files that rank 0 writes for other programs; `zs.load` ignores them.
 
     Raises:
-        CheckpointWriteError: on every rank, if one could not write (full, read-only, ...). Nothing has changed.
+        CheckpointWriteError: on every rank, if one could not write (disk full, read-only, ...). Nothing has changed.
         CheckpointError: a checkpoint of this name exists; `path` is a checkpoint itself; the last asynchronous save failed, or
-            (if_busy) is under way.
+            (if_busy) is in progress.
         ModelChanged, ModelMismatch: parameters were replaced, added or removed; ranks wrote different values into one.
-        ConfigError: ranks call it differently; a value has no place in a checkpoint; `path` is not one folder for all ranks.
+        ConfigError: ranks call it differently; a value cannot be saved; `path` is not one folder for all ranks.
     """
     begin = time.monotonic()
     runtime = runtime_of(model)
     check_idle(runtime, "zs.save")
-    if runtime.unusable:  # a load ended half-way: what is there is a mixture
+    if runtime.unusable:  # a load failed half-way: the model is a mixture of two states
         raise CheckpointError(runtime.unusable)
     saver, plan, core, extras, slices, problem = saver_of(runtime), None, None, {}, {}, None
     try:
@@ -116,7 +117,7 @@ def _write(
     saver: Saver, plan: Plan, stages: Stages, extras: dict[str, bytes], slices: dict[str, Any], shared: set[str],
     files: dict[str, bytes], begin: float,
 ) -> Save:  # fmt: skip
-    """One save at a time, into a draft, which goes where the save does not come about."""
+    """Wait for the last save, then write a draft and publish it, or discard it if anything fails (collective)."""
     _agree_on_values(saver.runtime)
     _await_last(saver, plan)
     draft = _make_draft(saver.runtime.world, plan)
@@ -129,7 +130,7 @@ def _write(
 
 
 def _agree_on_values(runtime: Runtime) -> None:
-    """Data-parallel ranks have not written different values: what one place of a mesh finds, all raise (collective)."""
+    """Raise ModelMismatch, on all ranks of the mesh, if data-parallel ranks wrote different values somewhere (collective)."""
     world, problem = runtime.world, None
     try:
         runtime.values.agree()
@@ -142,7 +143,7 @@ def _agree_on_values(runtime: Runtime) -> None:
 
 
 def core_of(runtime: Runtime, optimizer: torch.optim.Optimizer | None, verb: str) -> OptimizerCore | None:
-    """Of the optimizer that was given, which must be the model's."""
+    """Return the optimizer's core. Raise ConfigError if the optimizer is not the model's."""
     if optimizer is None:
         return None
     if optimizer is not runtime.optimizer:
@@ -179,7 +180,7 @@ def _check_files(files: dict[str, bytes]) -> None:
 
 
 def _await_last(saver: Saver, plan: Plan) -> None:
-    """One save at a time; how the last one ended is told here at the latest."""
+    """Wait for the last save, or refuse to (`if_busy`); raise its error if nobody has seen that yet (collective)."""
     last = saver.last
     if last is None:
         return
@@ -195,9 +196,9 @@ def _await_last(saver: Saver, plan: Plan) -> None:
 def _agree(
     comm: Comm, plan: Plan | None, extras: dict[str, Extra], telling: Any, problem: Exception | None
 ) -> tuple[set[str], list[Any]]:
-    """All ranks ask for the same, and for what can be (collective).
+    """Raise a rank's problem, or ConfigError if ranks call `zs.save` differently (collective).
 
-    The names of extras that are the same on all of them; what each was `telling` of its stage.
+    Return the names of extras that are the same on all ranks, and the ranks' values of `telling`, each about its stage.
     """
     mine = (problem, None if plan is None else vars(plan), {name: each.digest for name, each in extras.items()}, telling)
     everyone = exchange_values(comm, mine, "zs.save: begin")
@@ -221,7 +222,7 @@ def _agree(
 
 
 def _make_draft(comm: Comm, plan: Plan) -> Path | places.Draft:
-    """The folder to write to, which rank 0 makes (collective)."""
+    """Make the folder to write to, on rank 0. Return the Draft there, and its path on other ranks (collective)."""
     root, made = Path(plan.root), []
 
     def make() -> str:
