@@ -105,7 +105,7 @@ class Report:
             lines.append(f"on {tier}: " + ", ".join(f"{name} {nbytes:,}" for name, nbytes in held.items()))
         for link, nbytes in self.moved.items():
             theory = self.theory_moved_per_step.get(link, 0)
-            lines.append(f"moved {link}: {nbytes:,} bytes (theory for a step {theory:,})")
+            lines.append(f"moved {link} per step: {nbytes // max(self.steps, 1):,} bytes (theory {theory:,})")
         for kind, t in self.communication.items():
             lines.append(f"{kind}: {t.count} times in {len(t.units)} units, {t.nbytes:,} bytes sent")
         lines.append(f"sent per step: {self.measured_nbytes_per_step:,} bytes (theory {self.theory_nbytes_per_step:,})")
