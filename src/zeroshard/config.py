@@ -1,7 +1,7 @@
-"""What the user may choose, and the table of stages.
+"""The options of zs.shard, their validation, and the table of stages.
 
 A *stage* is a row: the placement of each model state over the data-parallel ranks (ZeRO, arXiv 1910.02054,
-section 5). Everything else in the library reads the row, never the stage number.
+section 5). All other code reads the row, never the stage number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 
 class Tier(Enum):
-    """Where a model state rests."""
+    """Memory or disk in which a model state rests."""
 
-    DEVICE = "device"  # the memory that computes (on a CPU: host memory)
+    DEVICE = "device"  # memory of the device that computes (on a CPU: host memory)
     HOST = "host"
     DISK = "disk"
 
 
 class Placement(Enum):
-    """How one model state lies over the data-parallel ranks."""
+    """Placement of one model state over the data-parallel ranks."""
 
-    REPLICATED = "replicated"  # every rank holds the whole, reduced
-    PARTIAL = "partial"  # every rank has room for the whole; its own shard is reduced
-    SHARDED = "sharded"  # every rank holds 1/N
+    REPLICATED = "replicated"  # every rank holds the whole state, reduced
+    PARTIAL = "partial"  # every rank has memory for the whole state; only its own shard is reduced
+    SHARDED = "sharded"  # every rank holds 1/N of the state
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ STAGES: dict[int, Row] = {
 
 @dataclass(frozen=True)
 class _Kind:
-    """What an option takes, in words and as a test. None is taken where it is the default."""
+    """Kind of an option's values, as a text and as a test. None is accepted if it is the default."""
 
     expected: str
     accepts: Callable[[Any], bool]
 
 
-def _is_number(value: object) -> bool:
-    """A real number; not a bool."""
+def _is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a real number and no bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -80,12 +80,12 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    """Also as a float, since 5e8 is one."""
-    return _is_number(value) and 0 <= value < math.inf and value == int(value)  # type: ignore[operator,call-overload]
+    """Return whether a value is a whole number of at least 0; floats too, since 5e8 is one."""
+    return _is_number(value) and 0 <= value < math.inf and value == int(value)
 
 
 def _is_scale(value: object) -> bool:
-    return _is_number(value) and 0 < value < math.inf  # type: ignore[operator]
+    return _is_number(value) and 0 < value < math.inf
 
 
 _BOOL = _Kind("True or False", lambda value: isinstance(value, bool))
@@ -104,7 +104,7 @@ _FOLDER = _Kind("the path of a folder", lambda value: isinstance(value, (str, os
 
 
 def _check_fields(given: object, kinds: Mapping[str, _Kind], prefix: str = "") -> None:
-    """Raise for the first field whose value is not of its kind."""
+    """Raise ConfigError for the first field whose value is not of its kind."""
     defaults = {f.name: f.default for f in dataclasses.fields(given)}  # type: ignore[arg-type]
     for name, kind in kinds.items():
         value = getattr(given, name)
@@ -168,7 +168,7 @@ class Offload:
 
     @classmethod
     def of(cls, given: object, path: str | None, name: str, option: str = "offload_path") -> Offload:
-        """From an Offload, a device name, a mapping of fields, or None. path: of one on disk without; from `option`."""
+        """Make an Offload from one, a device name, a mapping of fields, or None. path: folder if it names none; from `option`."""
         offload = cls._read(given, name)
         if offload.tier is not Tier.DISK or offload.path is not None:
             return offload
@@ -203,19 +203,19 @@ class Offload:
 
 
 PRECISIONS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GROUPS = ("group", "process_group", "mesh", "device_mesh")  # what others call the argument `comm` of zs.shard
+_GROUPS = ("group", "process_group", "mesh", "device_mesh")  # names in other libraries of zs.shard's argument `comm`
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 UNIT_CHOICES = ("auto", "model", "leaf")
 
 
 def _precision_name(value: object) -> str:
-    """'bf16' for its other spellings, torch.bfloat16 among them."""
+    """Return the short name of a precision, 'bf16', for its other spellings, torch.bfloat16 among them."""
     name = str(value).removeprefix("torch.")
     return _ALIASES.get(name, name)
 
 
 def _as_dtype(value: object) -> Any:
-    """The dtype that a name stands for; what is no such name comes back as it is."""
+    """Return the dtype that a name stands for; any other value as it is."""
     return PRECISIONS.get(_precision_name(value), value)
 
 
@@ -264,14 +264,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "zero-infinity": {"stage": 3, "offload_optimizer": "nvme", "offload_gradient": "nvme", "offload_param": "nvme"},
 }
 
-SECTION = "zeroshard"  # the section of a layout's file that is ours; the others are a DeepSpeed configuration
+SECTION = "zeroshard"  # zeroshard's section of a layout's file; the other sections are a DeepSpeed configuration
 _LAYOUT_KEYS = ("shard", "mesh", "micro_batch", "micro_batches", "global_batch")
 
 
 def read_layout(path: str | os.PathLike) -> dict[str, Any]:
-    """What `zeroshard plan --auto` has written: shard (options of zs.shard), mesh (ranks by axis), micro_batch, micro_batches, ...
+    """Return the layout in a file of `zeroshard plan --auto`: shard (options of zs.shard), mesh (ranks by axis), micro_batch, ...
 
-    Raises ConfigError for a file that is not there, or is none of these.
+    Raise ConfigError if the file can not be read, or is no valid layout.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -313,9 +313,9 @@ def read_layout(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, int], node_size: int | None = None) -> str:
-    """One sentence, with the remedy, where a layout's file was made for other ranks than there are; "" where for these.
+    """Return a sentence, with a remedy, if a layout's file was made for another number or mesh of ranks than this run's; else "".
 
-    axes: ranks along "pp", "dp" and "tp"; those that are missing have one. node_size: ranks of a node, if known.
+    axes: number of ranks along "pp", "dp" and "tp"; 1 if missing. node_size: number of ranks of a node, if known.
     """
     planned = {axis: plan["mesh"].get(axis, 1) for axis in ("pp", "dp", "tp")}
     found = {axis: axes.get(axis, 1) for axis in planned}
@@ -336,17 +336,17 @@ def planned_otherwise(path: object, plan: Mapping[str, Any], axes: Mapping[str, 
 
 
 def other_model_axes(plan: Mapping[str, Any], axes: Mapping[str, int]) -> bool:
-    """Whether a plan cuts the model otherwise: then it can not be right."""
+    """Return whether a plan cuts the model along pp or tp differently from `axes`, so that it does not hold for this run."""
     return any(plan["mesh"].get(axis, 1) != axes.get(axis, 1) for axis in ("pp", "tp"))
 
 
 def cuts_model(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan's mesh has axes other than data parallelism."""
+    """Return whether a plan's mesh has more than one rank along an axis other than data parallelism."""
     return any(size > 1 for axis, size in plan["mesh"].items() if axis != "dp")
 
 
 Units = str | tuple[str | type, ...] | Callable[[str, nn.Module], bool]
-_CHOSEN: Any = None  # the default of a field to which __post_init__ gives its value
+_CHOSEN: Any = None  # default of a field whose value __post_init__ sets
 
 
 @dataclass(frozen=True)
@@ -416,7 +416,7 @@ class Config:
     stall_timeout_s: a rank that waits longer than this raises on every rank, and names who is missing. Above 0, at most
         2,000,000.
 
-    What bounds a number of elements or bytes may be inf: no bound.
+    A bound on a number of elements or bytes may be inf: no bound.
     """
 
     stage: int = 3
@@ -463,7 +463,7 @@ class Config:
     hierarchical: bool | None = None
     stall_timeout_s: float = 60.0
 
-    if TYPE_CHECKING:  # fields have the types that are kept; more is taken
+    if TYPE_CHECKING:  # fields have their validated types; the constructor accepts more
 
         def __init__(self, **fields: Unpack[ConfigFields]) -> None: ...
 
@@ -473,7 +473,7 @@ class Config:
             raise ConfigError(f"stage: expected one of 0, 1, 2, 3, got {self.stage!r}.{hint}")
         self._normalise_precision()
         if isinstance(self.units, type) or (isinstance(self.units, str) and self.units not in UNIT_CHOICES):
-            # a bare class, or its name, is a natural slip for a tuple of one
+            # accept a bare class, or its name, for a tuple of one
             object.__setattr__(self, "units", (self.units,))
         for name in ("gradient_dtype", "reduce_dtype"):
             object.__setattr__(self, name, _as_dtype(getattr(self, name)))
@@ -542,9 +542,9 @@ class Config:
     def build(
         cls, config: Config | str | os.PathLike | None = None, *, preset: str | None = None, **options: Unpack[ConfigFields]
     ) -> Config:
-        """`config` with those of a preset, then `options` laid over it. An option that is None counts as not given.
+        """Return `config` with the options of a preset, and then `options`, laid over it. None counts as not given.
 
-        config: also the path of a file that `zeroshard plan --auto` has written (`read_layout`).
+        config: a Config, or the path of a file that `zeroshard plan --auto` has written (`read_layout`).
         """
         if isinstance(config, (str, os.PathLike)):
             laid_over = {name: value for name, value in options.items() if value is not None}
@@ -562,7 +562,7 @@ class Config:
                 raise ConfigError(f"unknown option {name!r}.{hint} Known: {', '.join(sorted(known))}.")
         given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         given = {**PRESETS[preset], **given} if preset is not None else given
-        if config is not None and "offload_path" in given:  # also for what took the folder of `config`
+        if config is not None and "offload_path" in given:  # replace it also in states that took the folder of `config`
             for name in ("offload_optimizer", "offload_gradient", "offload_param"):
                 state = getattr(config, name)
                 if state.path is not None and state.path == config._offload_folder:
@@ -571,7 +571,7 @@ class Config:
 
     @classmethod
     def preset(cls, name: str, **options: Unpack[ConfigFields]) -> Config:
-        """A configuration by the field's name for it (see PRESETS), with `options` laid over it."""
+        """Return the configuration of a well-known name (see PRESETS), with `options` laid over it."""
         return cls.build(None, preset=name, **options)
 
     @property
@@ -584,7 +584,7 @@ class Config:
 
     @property
     def prefetch_limit_nbytes(self) -> int:
-        """Bytes that may be gathered ahead of use."""
+        """Largest number of bytes that are gathered ahead of use."""
         if self.prefetch_bucket_size is None:
             return self.prefetch_nbytes
         return self.prefetch_bucket_size * self.compute_dtype.itemsize
@@ -595,5 +595,5 @@ class Config:
 
     @property
     def send_dtype(self) -> torch.dtype | None:
-        """Dtype of sent gradients, or None for 'that of the parameter'."""
+        """Dtype of sent gradients, or None for the dtype of the parameter."""
         return self.reduce_dtype

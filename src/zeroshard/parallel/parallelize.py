@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..config import Config, other_model_axes, planned_otherwise, read_layout
+from ..config import Config, Tier, other_model_axes, planned_otherwise, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..zero.runtime import runtime_of
@@ -300,10 +300,16 @@ class Parallel:
         return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
 
     def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Without a pipeline: one micro-batch after the other; the last one reduces."""
+        """Without a pipeline: one micro-batch after the other; the last one reduces.
+
+        Where gradients rest off the device each one reduces: whole sums in fp32 would stay on the device, for which it has no room.
+        """
         losses = []
+        runtime = runtime_of(self.model)
+        tier = runtime.config.offload_gradient.tier
+        away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
         for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-            held = number + 1 < len(inputs)
+            held = number + 1 < len(inputs) and not away
             with api.accumulate(self.model) if held else contextlib.nullcontext():
                 loss = self.loss(_logits(self.model(x)), y) / len(inputs)
                 whole(loss).backward()

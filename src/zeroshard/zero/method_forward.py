@@ -1,4 +1,4 @@
-"""Methods of a module, other than `forward`, that compute with its parameters (`zs.register_forward`)."""
+"""Registration of methods other than `forward` that compute with a module's parameters (`zs.register_forward`)."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def register_forward(module: nn.Module, name: str) -> None:
 
 
 class MethodForward:
-    """Stands in a module for one of its methods; a call of it is a call of the module, in which the method is the forward.
+    """Replacement, in a module, of one of its methods: a call of it calls the module, with the method as the forward.
 
-    given: what stood in the instance under this name, where it is no method of the class.
+    given: the attribute of this name in the instance's `__dict__`, None if the method is one of the class.
     """
 
     def __init__(self, module: nn.Module, name: str, given: Any) -> None:
-        # a bound method of it would be pickled by its name: as this object
+        # no bound method is kept here: it would be pickled by its name, which is now that of this object
         self.module, self.name, self.given = module, name, given
 
     @property
     def __wrapped__(self) -> Any:
-        """The method itself, as `inspect` asks for it."""
+        """The replaced method, under the name by which `inspect` finds it."""
         if self.given is not None:
             return self.given
         return inspect.getattr_static(type(self.module), self.name).__get__(self.module, type(self.module))
@@ -81,7 +81,7 @@ class MethodForward:
         before = {"forward": instance["forward"]} if "forward" in instance else {}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            put_back()  # the method may call the module's forward
+            put_back()  # first: the method may call the module's own forward
             return method(*args, **kwargs)
 
         def put_back() -> None:
