@@ -4,8 +4,7 @@
 
 The model changes only in the last step, after all others have passed on every rank. Each rank reads its own slices (of replicated
 states: whole tensors). Optimizer states that do not exist yet are read into new tensors, all else into buffers of the model's
-saves, or twice where there is no buffer (read_buffers.py). If states rest on host or disk, checksums are compared in an earlier
-pass (ranks divide the files among them), and slices are then read into place some MiB at a time.
+saves, or twice where there is no buffer (read_buffers.py). For states on host or disk an earlier pass verifies checksums.
 """
 
 from __future__ import annotations
@@ -278,8 +277,8 @@ class _Loading:
         missing, unexpected = (missing, unexpected) if self.strict else ([], [])
         known = [entry.split(" ")[0] for entry in unexpected]
         missing = [f"{entry}{did_you_mean(entry.split(' ')[0], known)}" for entry in dict.fromkeys(missing)]
-        lists = {"missing (the model has it, the checkpoint not)": missing, "unexpected": unexpected}
-        lists["of another shape"] = mismatched
+        told = "missing (the model has it, the checkpoint not)"
+        lists = {told: missing, "unexpected": unexpected, "of another shape": mismatched}
         return problems + [f"  {what}: {entry}" for what, entries in lists.items() for entry in dict.fromkeys(entries)]
 
     def _compare_optimizer(self) -> list[str]:

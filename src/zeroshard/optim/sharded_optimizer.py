@@ -1,14 +1,13 @@
 """The sharded optimizer: the user's optimizer object, which steps flat shards instead of parameters.
 
-`zs.shard` gives the object a new class, so schedulers and param_groups that refer to it keep working; its original
-class becomes an *inner* optimizer over runs (optim/segments.py). One step has three phases:
+`zs.shard` changes the object's class, so that schedulers which refer to it keep working; its own class becomes an *inner*
+optimizer over runs (optim/segments.py). One step has three phases:
 
     agree     local square sums -> global norm; non-finite anywhere: every rank skips
     update    scale (clip, loss scale), masters <- inner optimizer, parameters <- masters
     publish   replicated parameters are gathered again; sharded ones are gathered when they are next used
 
-Hyperparameters are read from the outer param_groups before every step. Norms are sums of fp32 square sums per shard,
-combined in fp64 in a fixed order, so that stages agree bit for bit.
+Options are read from the outer param_groups before every step. Norms add shards in a fixed order: stages agree bit for bit.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ def attach(runtime: Runtime) -> None:
     """Register all hooks of a runtime; `detach` is the inverse."""
     runtime.comm.progress.models.add(runtime.model)
     _attached[id(runtime)] = runtime
+    torch_compat.watch_backwards(FAILURES, _backward_failed)
     for module, inside, around in casts(runtime.model, runtime.config):
         _attach_policy(runtime, module, inside, around)
     if runtime.config.cast_buffers:
@@ -120,8 +121,8 @@ def _backward_failed(error: BaseException) -> None:
     """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
     runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
     # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
-    running = [each for each in runtimes if each.backward is not None]
-    mine = [each for each in running if each.comm.device.type != "cpu" or each.backward.thread == threading.get_ident()]
+    running = [(each, each.backward.thread) for each in runtimes if each.backward is not None]
+    mine = [each for each, thread in running if each.comm.device.type != "cpu" or thread == threading.get_ident()]
     if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
         mine = runtimes
     if mine:
@@ -129,7 +130,6 @@ def _backward_failed(error: BaseException) -> None:
 
 
 register_module_parameter_registration_hook(_registered)  # once: torch calls them for every module of the process
-torch_compat.watch_backwards(FAILURES, _backward_failed)
 
 
 def _replaced(model: nn.Module) -> list[tuple[nn.Module, str]]:
