@@ -495,10 +495,8 @@ class ShardedOptimizer:
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Any = None) -> Any:
         """One step (collective). See `last_step` for what it did."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         with Telling(self.core.runtime, "the optimizer's step"):
             self.core.step()
         return loss

@@ -118,8 +118,10 @@ def _backward_failed(error: BaseException) -> None:
     """A backward of this process ended by an error: another one is raised where a sharded model ran out of memory in it."""
     runtimes = [found for where in _attached.valuerefs() if (found := where()) is not None and not found.closed]
     # on a GPU hooks run on threads of the device; on CPUs other ranks may be threads of this process
-    running = [each for each in runtimes if each.backward is not None]
-    mine = [each for each in running if each.comm.device.type != "cpu" or each.backward.thread == threading.get_ident()]
+    mine = [
+        each for each in runtimes
+        if (begun := each.backward) is not None and (each.comm.device.type != "cpu" or begun.thread == threading.get_ident())
+    ]  # fmt: skip
     if not mine and len(runtimes) == 1:  # it did not come as far as the model's outputs
         mine = runtimes
     if mine:
