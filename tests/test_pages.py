@@ -101,4 +101,7 @@ def test_command_lines_are_those_of_the_command(path, monkeypatch, capsys):
             main(shlex.split(command.replace("[", "").replace("]", ""))[1:])
         except Parsed:
             continue
-        raise AssertionError(f"{name_of(path)}: {command}: {capsys.readouterr().err or 'the command read no options'}")
+        said = capsys.readouterr().err
+        if "arguments are required" in said and f"`{command}`" in path.read_text():  # a command that is only mentioned
+            continue
+        raise AssertionError(f"{name_of(path)}: {command}: {said or 'the command read no options'}")

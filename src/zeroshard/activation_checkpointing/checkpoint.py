@@ -92,29 +92,31 @@ def checkpoint_activations(
     check_equal: bool = False,
     off: bool = False,
 ) -> nn.Module:
-    """Run blocks under activation checkpointing, and keep their inputs partitioned and offloaded; the same model back.
+    """Run blocks under activation checkpointing, and keep their inputs partitioned or offloaded; return the same model.
 
-    Losses, gradients and updated parameters are the same bits as without.
+    Losses, gradients and updated parameters are the same bits as without it.
 
     Args:
-        model: any nn.Module, on its device already; sharded by zs.shard before, afterwards or not at all.
-        blocks: what is computed again as one: "auto" (the classes that repeat in a container), classes or class names,
-            a function (name, module) -> bool, or None where the model calls torch.utils.checkpoint by itself (also
-            through gradient_checkpointing_enable() of transformers, which "auto" recognises).
-        partition: ranks that compute with the same activations, a model-parallel group: a 1-D DeviceMesh, a process
-            group or a Comm. Each keeps 1/N of every checkpoint, and backward gathers it (Pa).
-        offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, of which
-            device, path, pin_memory, checksum and any_filesystem count.
+        model: any nn.Module, on its device already. zs.shard may be called before, afterwards or not at all.
+        blocks: what is computed again as one: "auto" (the classes that repeat in a container), classes or class names, a function
+            (name, module) -> bool, or None where the model calls torch.utils.checkpoint by itself (also through
+            gradient_checkpointing_enable() of transformers, which "auto" recognises).
+        partition: ranks that compute with the same activations, as a 1-D DeviceMesh, a process group or a Comm (a model-parallel
+            group). Each keeps 1/N of every checkpoint, and backward gathers it (Pa).
+        offload: None (the device), "cpu" or "nvme" (files in a folder of this run below `path`), or an Offload, whose device,
+            path, pin_memory, checksum and any_filesystem count.
+        path: folder on a local disk, for "nvme".
         prefetch: how many checkpoints are brought back from host or disk ahead of use; 0: none.
-        arena_nbytes: bytes of the arena at the start. None or 0: as the first step needs. It grows between steps only. A
-            disk must have so much room; None: as much as blocks of one class take if all inputs are as the first.
+        arena_nbytes: bytes that are set aside at the start. None or 0: as the first step needs. The arena grows between steps
+            only. A disk must have room for it; for None, for all blocks of one class if all inputs are like the first.
         min_numel: inputs of fewer elements stay where they are.
-        check_equal: compare what the ranks of `partition` hold, not its shapes alone (for debugging; reads all of it).
+        check_equal: compare the values that the ranks of `partition` hold, not only their shapes. For debugging, since it reads
+            all.
         off: undo an earlier call. No other option goes with it.
 
     Raises:
         ConfigError: an option is wrong, the process group was not started, or no block was found.
-        ZeroshardError: the model has this already; or (off) has it not.
+        ZeroshardError: the model has this already; or (off) does not have it.
 
     Sources: ZeRO, arXiv 1910.02054, 6.1 (Pa, Pa+cpu) and 6.3 (MD); ZeRO-Infinity, arXiv 2104.07857, 5.1.2.
     """

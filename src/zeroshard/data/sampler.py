@@ -27,7 +27,7 @@ _POSITION = ("numel", "seed", "shuffle", "epoch", "samples")
 
 
 class ShardedSampler(Sampler[int]):
-    """Indices of a data set, shared out over the data-parallel ranks.
+    """Indices of a data set, dealt out to the data-parallel ranks.
 
         sampler = zs.ShardedSampler(len(dataset), seed=0)
         loader = DataLoader(dataset, batch_size=8, sampler=sampler, num_workers=2)
@@ -38,13 +38,15 @@ class ShardedSampler(Sampler[int]):
 
     Args:
         numel: samples of the data set.
-        seed, shuffle: of the order. Without shuffle it is 0, 1, 2, ...
-        drop_last: leave out the samples that do not go round evenly; else the first ones of the epoch come again, so that
+        seed: seed of the order.
+        shuffle: False: the order is 0, 1, 2, ...
+        drop_last: leave out the samples that cannot be dealt evenly. Otherwise the first ones of the epoch come again, so that
             all ranks get equally many.
         rank, world_size: None: those of the process group.
 
     Attributes:
-        epoch: the current one. samples: of it that all ranks together have consumed (without `follow`: have drawn).
+        epoch: the current epoch.
+        samples: how many of its samples all ranks together have consumed (without `follow`: have drawn).
     """
 
     def __init__(

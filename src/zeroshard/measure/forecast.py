@@ -62,12 +62,13 @@ class Forecast:
 
 
 def forecast(model: nn.Module, micro_batch: Callable[[], Tensor], *, accumulate: int = 1) -> Forecast:
-    """Predict the step time of a sharded model with its tiers (collective; some seconds, nothing is stepped).
+    """Predict the step time of a sharded model with its tiers (collective; takes some seconds, and nothing is stepped).
 
-    Training goes on as if this had not been called: gradients are dropped, random state and the model's buffers come back.
+    Training goes on as if this had not been called: gradients are dropped, and random state and the model's buffers come back.
 
     Args:
-        micro_batch: runs forward on a batch like those of the training and returns the loss. Called twice.
+        micro_batch: a function that runs the forward on a batch like those of the training and returns the loss. It is called
+            twice.
         accumulate: micro-batches of a step.
     """
     runtime = runtime_of(model)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import api
-from ..config import Config, other_model_axes, planned_otherwise, read_layout
+from ..config import Config, Tier, other_model_axes, planned_otherwise, read_layout
 from ..errors import ConfigError
 from ..tensor.distributed import is_distributed
 from ..zero.runtime import runtime_of
@@ -58,27 +58,30 @@ def parallelize(
     config: Config | str | os.PathLike | None = None,
     **options: Unpack[ShardOptions],
 ) -> Parallel:
-    """A model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective).
+    """Cut a model of the Transformer family over a mesh of tensor, pipeline and data parallelism (collective); return this rank's
+    part.
 
     Args:
-        model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or on
-            the meta device. Drop it afterwards: the rank's part is `run.model`.
-        mesh: with axes named of "pp", "dp" (or "dp_replicate" and "dp_shard"), "tp". What has no axis is not cut.
-        optimizer: parameters -> optimizer, called with those of the rank's part: a class, or functools.partial(AdamW, lr=...). Where all
-            of a part are frozen it gets one trained stand-in of a single element, and the part's own take its place.
-        micro_batches: so many forwards and backwards a step, through the pipeline, or one after the other.
-        schedule: of the pipeline: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
+        model: inputs -> outputs (of a language model: tokens -> logits), the same on every rank (the same seed), on its device or
+            on the meta device. Drop it afterwards: the rank's part is `run.model`.
+        mesh: with axes named "pp", "dp" (or "dp_replicate" and "dp_shard") and "tp", of which any may be missing.
+        optimizer: parameters -> optimizer, a class or functools.partial(AdamW, lr=...), called with the parameters of the rank's
+            part. Where all of a part are frozen it is called with one trained stand-in of a single element.
+        micro_batches: forwards and backwards of a step, through the pipeline, or one after the other.
+        schedule: the pipeline's: GPipe, 1F1B (default), Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, ...
         stages_per_rank: stages of the pipeline on each rank; None: as few as the schedule needs.
-        styles: of tensor parallelism: name pattern -> style, on top of the model's own (`styles_for`).
-        cuts: blocks with which stages begin; None: by cost.
+        styles: tensor parallelism: name pattern -> style, laid over the model's own (`styles_for`).
+        cuts: the blocks with which stages begin; None: by cost.
         sequence_parallel, loss_parallel: see `tensor_parallel.apply`.
-        loss: (outputs, targets) -> mean loss of a micro-batch; None: cross-entropy of the next token, of targets that are not -100.
-        example: an input of the model, of any values, where inputs are not tokens: with it a pipeline finds out what is used before
+        loss: (outputs, targets) -> mean loss of a micro-batch. None: cross-entropy of the next token, over targets that are not
+            -100.
+        example: an input of the model, of any values, where inputs are not tokens. By it a pipeline finds out what is used before
             and after the blocks (see `cut_stages`).
-        config, options: of zs.shard, config also as the path of a file that `zeroshard plan --auto` wrote (stage, precision, max_grad_norm, offload_optimizer, ...).
+        config, options: as of zs.shard (stage, precision, max_grad_norm, offload_optimizer, ...).
 
-    Raises ConfigError, before anything is changed, where an axis does not divide heads, features, blocks or ranks, with the nearest
-    that does. Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
+    Raises ConfigError, before anything changes, where an axis does not divide heads, features, blocks or ranks.
+
+    Sources: Megatron-LM, arXiv 1909.08053 and 2104.04473; ZeRO beside them: 1910.02054, section 10.4.
     """
     sizes = _sizes(mesh)
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
@@ -220,10 +223,10 @@ def _of_stage(styles: ParallelStyles, stage: nn.Module) -> ParallelStyles:
 
 
 class Parallel:
-    """A model over a mesh, as this rank has it: `parallelize` makes it.
+    """A model over a mesh, as this rank has it; `parallelize` makes it.
 
-    model, optimizer: this rank's part (its first stage, where it has several: `models`, `optimizers`), for zs.save, zs.load, zs.report,
-    zs.close and schedulers. traffic: what each axis has sent in a step; see `Traffic`.
+    `model` and `optimizer` are this rank's part (the first stage, where it has several: `models`, `optimizers`), for zs.save,
+    zs.load, zs.report, zs.close and schedulers. `traffic` has what each axis has sent in a step.
     """
 
     def __init__(
@@ -297,10 +300,16 @@ class Parallel:
         return inputs.chunk(self.micro_batches), targets.chunk(self.micro_batches)
 
     def _accumulated(self, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Without a pipeline: one micro-batch after the other; the last one reduces."""
+        """Without a pipeline: one micro-batch after the other; the last one reduces.
+
+        Where gradients rest off the device each one reduces: whole sums in fp32 would stay on the device, for which it has no room.
+        """
         losses = []
+        runtime = runtime_of(self.model)
+        tier = runtime.config.offload_gradient.tier
+        away = tier is Tier.DISK or (tier is Tier.HOST and runtime.comm.streams.separate_host)
         for number, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-            held = number + 1 < len(inputs)
+            held = number + 1 < len(inputs) and not away
             with api.accumulate(self.model) if held else contextlib.nullcontext():
                 loss = self.loss(_logits(self.model(x)), y) / len(inputs)
                 whole(loss).backward()

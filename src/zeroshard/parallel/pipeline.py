@@ -54,9 +54,11 @@ def schedule_class(schedule: str) -> tuple[str, type]:
 
 
 def stages_of(rank: int, ranks: int, per_rank: int, schedule: str = "1F1B") -> list[int]:
-    """The numbers of the stages of one rank of a pipeline: (rank, rank + ranks, ...), or a V (rank, 2 * ranks - 1 - rank).
+    """Return the numbers of the stages of one rank of a pipeline: (rank, rank + ranks, ...), or for V schedules (rank, 2 * ranks
+    - 1 - rank).
 
-    Raises ConfigError where the schedule needs another number of stages on each rank.
+    Raises:
+        ConfigError: the schedule needs another number of stages on each rank.
     """
     name, cls = schedule_class(schedule)
     if issubclass(cls, PipelineScheduleSingle) and per_rank != 1:

@@ -396,19 +396,22 @@ def cut_stages(
     head_weight: float = 1.0,
     example: Tensor | None = None,
 ) -> list[nn.Module]:
-    """The modules of some stages of a model; `own`: their numbers. The model stays as it is, and stages share its blocks.
+    """Return the modules of some stages of a model. The model stays as it is, and stages share its blocks.
 
     Args:
-        model: any nn.Module with one nn.ModuleList of blocks (the family of Transformers), on the meta device as well. Parameters keep
-            their names. The stages hold what they use of it: drop the model, and no rank keeps the rest.
-        cuts: with which blocks stages 1, 2, ... begin, as numbers or names ("model.layers.8"). Else by cost: the parameters of each
-            block, to which come those before the blocks, times embedding_weight, and those after them, times head_weight. (Their memory
-            is that of their parameters, 1.0; their time is not: an embedding computes next to nothing.)
-        blocks: the name of the list of blocks, where the one with most parameters is not meant.
-        example: an input of the model, of any values and with any number of rows; a batch of tokens, (2, 3) int64, where it is not given.
+        model: any nn.Module with one nn.ModuleList of blocks (the family of Transformers), also on the meta device. Parameters
+            keep their names. The stages hold what they use of it: drop the model, and no rank keeps the rest.
+        stages: how many stages there are in all.
+        own: the numbers of the stages that are wanted.
+        cuts: the blocks with which stages 1, 2, ... begin, as numbers or names ("model.layers.8"). None: by cost, which is the
+            parameters of each block, and those before the blocks times embedding_weight, and those after them times head_weight.
+            (An embedding takes the memory of its parameters, 1.0, but next to no time.)
+        blocks: the name of the list of blocks, where it is not the one with most parameters.
+        example: an input of the model, of any values and with any number of rows; None: a batch of tokens, (2, 3) int64.
 
-    Raises ConfigError for more stages than blocks, cuts that are none, an input that the model does not take, and a model that can
-    not be cut between its blocks.
+    Raises:
+        ConfigError: there are more stages than blocks, cuts are wrong, the model does not take the input, or it cannot be cut
+            between its blocks.
     """
     path, block_list = find_block_list(model, blocks)
     names = [f"{path}.{name}" if path else name for name in torch_compat.own_modules(block_list)]

@@ -120,11 +120,15 @@ class ParallelStyles:
 
 
 def styles_for(model: nn.Module, styles: Mapping[str, Any] | None = None, *, vocabulary: bool = True) -> ParallelStyles:
-    """The tensor-parallel styles of a model: its own, else those of its family; `styles` of yours go on top.
+    """Return the tensor-parallel styles of a model: its own, or those of its family, with `styles` laid over them.
 
-    styles: pattern -> style (one of STYLES, a ParallelStyle of torch, or None: whole). A pattern is a full name whose
-    parts between dots may hold `*`: "model.layers.*.mlp.up_proj". vocabulary=False leaves embedding and head whole.
-    Errors: ConfigError for patterns that match nothing, styles that are not known, and models of which nothing is known.
+    Args:
+        styles: pattern -> style (one of STYLES, a ParallelStyle of torch, or None: whole). A pattern is a full name whose parts
+            between dots may hold `*`: "model.layers.*.mlp.up_proj".
+        vocabulary: False leaves embedding and head whole.
+
+    Raises:
+        ConfigError: a pattern matches nothing, a style is not known, or nothing is known of the model.
     """
     names = _names(model)
     family = FAMILIES.get(_family(model), Family({}))

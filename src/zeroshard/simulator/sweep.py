@@ -90,7 +90,7 @@ class Sweep:
     def grid(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """The header and the rows of a table."""
         header = ("ranks", "micro-batch", "bandwidth", "latency", "step", "TFLOPS a device", "tokens/s", "speed-up", "efficiency")
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for row in self.rows:
             s = row.setting
             latency = "" if s.latency_s is None else f"{_US * s.latency_s:g} us"

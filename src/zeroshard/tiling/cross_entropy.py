@@ -35,15 +35,19 @@ def tiled_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """F.cross_entropy(head(hidden), targets) without the logits: memory of one vocabulary tile, not of the vocabulary.
+    """Return F.cross_entropy(head(hidden), targets) with the logits of one tile of the vocabulary at a time in memory.
 
-    head: a Linear that zs.tile() has cut, or a whole one, whose logits are then computed at once. Call it inside the
-    model's forward, where the model would call the head. Equal to F.cross_entropy in fp32 within a few units in the last
-    place of the largest logit, gradients too (tests/tiling/test_tiling.py states the bounds).
+    Call it inside the model's forward, where the model would call the head. In fp32 the loss and its gradients equal those of
+    F.cross_entropy within a few units in the last place of the largest logit (tests/tiling/test_tiling.py states the bounds). The
+    loss is fp32, of shape (), or (...) for reduction="none".
 
-    Returns the loss in fp32: (), or (...) for reduction="none". Raises ConfigError for options and shapes; targets outside
-    the vocabulary raise, as in torch. ZeRO-Infinity, arXiv 2104.07857, section 5.1.3, with the log-sum-exp of Milakov and
-    Gimelshein, arXiv 1805.02867.
+    Args:
+        head: a Linear that zs.tile() has cut. Of a whole one the logits are computed at once.
+
+    Raises:
+        ConfigError: an option or a shape is wrong. Targets outside the vocabulary raise as in torch.
+
+    Source: ZeRO-Infinity, arXiv 2104.07857, section 5.1.3, with the log-sum-exp of Milakov and Gimelshein, arXiv 1805.02867.
     """
     _check(hidden, head, targets, reduction, label_smoothing)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32

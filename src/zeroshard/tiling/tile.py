@@ -72,27 +72,29 @@ def tile(
     dtype: torch.dtype | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
-    """Cut every Linear, Embedding and module of experts with weights of more than `max_bytes`, in place; the model.
+    """Cut every Linear, Embedding and module of experts with weights of more than `max_bytes` into tiles, in place; return the
+    model.
 
     Args:
-        max_bytes: of one tile (all its parameters) when gathered; shards are padded to 32 elements a rank beside it.
-        budget_bytes: in place of max_bytes: of all that is gathered for use at one time under units="auto": what stands
-            outside the blocks, the largest block, one tile. What is gathered ahead (between hosts, and on GPUs: the next
+        max_bytes: bytes of one tile (all its parameters) when it is gathered. Shards are padded to 32 elements a rank beside it.
+        budget_bytes: in the place of max_bytes, a bound on all that is gathered for use at one time under units="auto": what
+            stands outside the blocks, the largest block, and one tile. What is gathered ahead (between hosts and on GPUs the next
             unit, and up to Config.prefetch_nbytes) comes on top.
-        dtype: in which weights are gathered (torch.bfloat16 for precision="bf16"); default: in which they are.
-        optimizer: one that was built already and has not stepped: tiles take the places of the weights in its groups.
+        dtype: dtype in which weights are gathered (torch.bfloat16 for precision="bf16"); default: their own.
+        optimizer: an optimizer that was built already and has not stepped. Tiles take the places of the weights in its groups.
 
-    Tiled linear maps are cut by rows (outputs), those with outputs too few for that by columns; embeddings by rows; tied
-    weights alike. Experts are those of Transformers with weights (experts, ..., ...), which count together and are cut
-    between experts: their outputs are sums in another order, and what _init_weights draws for tiles of a meta-device
-    model comes in another order. Values, requires_grad and module hooks stay. Outputs cut by rows, embeddings and
-    gradients of weights are the same bits up to the choice of kernel; the gradient of a tiled linear map's input is a
-    sum over tiles, rounded T - 1 times more. state_dict(), load_state_dict(), zs.full_state_dict() and `weights=` use
-    the original names and shapes. What exceeds max_bytes and stays whole is named on stderr. Collective if the model was
-    built under zs.init().
+    Linear maps are cut by rows (outputs), or by columns where there are too few rows; embeddings by rows; tied weights alike.
+    Experts are those of Transformers with weights (experts, ..., ...), which count together and are cut between experts. Values,
+    requires_grad and module hooks stay, and state_dict(), load_state_dict(), zs.full_state_dict() and `weights=` use the original
+    names and shapes.
+
+    Outputs cut by rows, embeddings and gradients of weights are the same bits up to the choice of kernel. The gradient of a tiled
+    linear map's input is a sum over tiles, rounded T - 1 times more. Outputs of experts are sums in another order, and what
+    _init_weights draws for tiles of a meta-device model comes in another order. What exceeds max_bytes and stays whole is named
+    on stderr. The call is collective if the model was built under zs.init().
 
     Raises:
-        ConfigError: a bound is wrong, or too small for one row or expert; a weight has a gradient, hooks, or states.
+        ConfigError: a bound is wrong, or too small for one row or expert; or a weight has a gradient, hooks, or states.
         NotImplementedError: an embedding with max_norm, scale_grad_by_freq or sparse would be tiled.
         ZeroshardError: the model is sharded already.
     """

@@ -198,10 +198,12 @@ def number_of(node: Any) -> int:
     return node._sequence_nr()
 
 
+@functools.cache
 def watch_backwards(kinds: tuple[type[BaseException], ...], failed: Callable[[BaseException], None]) -> None:
     """Let `failed` see each error of these kinds by which a backward ends; it may raise another one in its place.
 
-    For the whole process, since torch tells nobody else of such an end. A backward without an error is not touched.
+    It acts on the whole process from the first call on (torch has no hook for a backward that fails), and once: later calls with
+    the same arguments do nothing. A backward without an error is not touched.
     """
     plain = torch.autograd._engine_run_backward
 

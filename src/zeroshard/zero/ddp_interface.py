@@ -2,7 +2,7 @@
 
     model.require_backward_grad_sync = False     the backwards that follow do not communicate, until it is True again
     with model.no_sync(): ...                    the same for the backwards inside: zs.accumulate
-    model.module                                 AttributeError, which says that the model itself is meant
+    model.module                                 AttributeError, which tells to use the model itself
 
 zs.shard makes the model's class a subclass of its own class with the same name, and zs.close takes that back. A model that has
 `require_backward_grad_sync` or `no_sync` already keeps its own. A forward that runs out of memory says more than torch does.
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class ShardedModel:
-    """The first base of a sharded model's class: the second one is the class that the user has written."""
+    """First base of a sharded model's class; the second base is the class that the user has written."""
 
     def __init_subclass__(cls) -> None:
-        """Without the `__init_subclass__` of the user's class: a registry of models is not to see a class made here."""
+        """Do nothing, in place of the user class's `__init_subclass__`: a registry of models must not see classes made here."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """An object that is made of this class, as nn.Sequential makes its slices, is one of the user's class."""
+        """Make an object of the user's class, since nn.Sequential makes its slices by `type(self)(...)`."""
         self.__class__ = type(self).__bases__[1]
         self.__init__(*args, **kwargs)  # type: ignore[misc]
 
@@ -58,7 +58,7 @@ class ShardedModel:
 
 @contextlib.contextmanager
 def accumulate(runtime: Runtime) -> Iterator[None]:
-    """The backwards inside do not communicate: see zs.accumulate."""
+    """Hold back the gradients of the backwards inside, without communication: see zs.accumulate."""
     previous = runtime.sync
     set_sync(runtime, False)
     try:
@@ -68,7 +68,7 @@ def accumulate(runtime: Runtime) -> Iterator[None]:
 
 
 def set_sync(runtime: Runtime, sync: bool) -> None:
-    """Whether the backwards that follow reduce gradients. All ranks set it alike."""
+    """Set whether the backwards that follow reduce gradients; every rank must set the same value."""
     runtime.sync = sync
     if not sync:
         runtime.account.held = True
@@ -78,11 +78,11 @@ def give_interface(runtime: Runtime) -> None:
     """Change the class of the runtime's model; `take_interface` is the inverse."""
 
     def switched(_: nn.Module, sync: bool) -> None:
-        """Whether the backwards that follow reduce gradients: the switch that DDP reads, set between micro-steps."""
+        """Set whether the backwards that follow reduce gradients, as by the attribute of DDP."""
         set_sync(runtime, bool(sync))
 
     def no_sync(_: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """`zs.accumulate(model)` under the name that DDP gives it."""
+        """Return `zs.accumulate(model)`, under DDP's name."""
         return accumulate(runtime)
 
     model: Any = runtime.model
@@ -94,7 +94,7 @@ def give_interface(runtime: Runtime) -> None:
 
 
 def take_interface(runtime: Runtime) -> None:
-    """The model is of its own class again, unless somebody has changed its class since."""
+    """Restore the class of the model, unless the program has changed the class since."""
     bases = type(runtime.model).__bases__
     if bases[0] is ShardedModel:
         runtime.model.__class__ = bases[1]

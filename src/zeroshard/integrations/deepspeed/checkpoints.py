@@ -64,6 +64,9 @@ class Checkpoints(WholeWeights):
     loaded_checkpoint_dp_world_size: int | None = None
     loaded_checkpoint_mp_world_size: int | None = None
 
+    def _hold(self, yes: bool) -> None:
+        raise NotImplementedError
+
     # -- save ----------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
@@ -120,7 +123,7 @@ class Checkpoints(WholeWeights):
         state = self.module.state_dict(keep_vars=True)
         if runtime_of(self.module).comm.rank:
             return {}
-        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()  # type: ignore[attr-defined]
+        scheduler, stage, facts = self.lr_scheduler, self.zero_optimization_stage(), self._facts()
         model = {
             "buffer_names": self._get_buffer_names(), "optimizer": None, "param_shapes": self._get_zero_param_shapes(),
             "lr_scheduler": None if scheduler is None else scheduler.state_dict(), **self._counters(),
@@ -178,7 +181,7 @@ class Checkpoints(WholeWeights):
     ) -> str:
         """The path of the file that tells of the model."""
         name = MODEL_FILE if mp_placeholder is None else MODEL_FILE.replace("00", mp_placeholder)
-        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+        if self.zero_optimization_partition_weights():
             name = f"zero_pp_rank_{0 if pp_placeholder is None else pp_placeholder}_{name}"
         return os.path.join(checkpoints_path, str(tag), name)
 
@@ -236,7 +239,7 @@ class Checkpoints(WholeWeights):
                 f"{folder} has no state of a scheduler, and this engine has a {type(scheduler).__name__}: "
                 "load_checkpoint(..., load_lr_scheduler_states=False) leaves it as it is."
             )
-        self._hold(False)  # type: ignore[attr-defined]
+        self._hold(False)
         if custom_load_fn is None or optimizer is not None:
             try:
                 loading.load(folder, self.module, optimizer, rng=False, trusted=trusted, strict=load_module_strict)
@@ -256,7 +259,7 @@ class Checkpoints(WholeWeights):
                 setattr(self, name, engine[name])
         self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = engine.get("dp_world_size"), 1
         self._backwards = 0
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()  # type: ignore[attr-defined]
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return _path_of(folder), client_state
 
     def _tag_folder(self, root: Path, tag: Any) -> Path | None:

@@ -33,7 +33,6 @@ from . import partition
 from .autocast import autocast_if_enabled
 from .checkpoints import Checkpoints
 from .engine_optimizer import wrap
-from .engine_settings import Settings
 from .logs import logger
 from .timers import SynchronizedWallClockTimer, ThroughputTimer
 
@@ -74,7 +73,7 @@ class _UnscaledGradient(torch.autograd.Function):
         return grad, None
 
 
-class DeepSpeedEngine(Settings, Checkpoints, nn.Module):
+class DeepSpeedEngine(Checkpoints, nn.Module):
     """What `initialize` returns. Built by setup.py; attributes that it lacks are the module's.
 
     module: the sharded model. basic_optimizer: the sharded optimizer, of the class that was given. optimizer: what DeepSpeed

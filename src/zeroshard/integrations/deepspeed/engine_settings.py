@@ -32,9 +32,17 @@ _QUESTIONS = {  # method -> where the answer is in the configuration
 
 
 class Settings:
-    """Mixed into the engine, which has `_config`."""
+    """What the engine is made of: its configuration, under the names of its methods."""
 
     _config: Any
+    optimizer: Any
+    client_optimizer: Any
+    _client_name: str | None
+    dp_world_size: int
+    train_batch_size: Callable[[], int]
+    train_micro_batch_size_per_gpu: Callable[[], int]
+    gradient_accumulation_steps: Callable[[], int]
+    zero_gather_16bit_weights_on_model_save: Callable[[], bool]
 
     def zero_optimization(self) -> bool:
         return self._config.zero_enabled
@@ -75,11 +83,11 @@ class Settings:
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(global batch, micro-batch of a rank, micro-batches of a step)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()  # type: ignore[attr-defined]
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
-        micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size  # type: ignore[attr-defined]
+        micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size
         if train_batch_size % micro:
             raise ValueError(
                 f"Train batch size must be divisible by micro-batch data parallelism ({micro}), got {train_batch_size}"
@@ -90,7 +98,7 @@ class Settings:
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch of a rank, with as many of them in a step."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
-        steps, world = self._config.gradient_accumulation_steps, self.dp_world_size  # type: ignore[attr-defined]
+        steps, world = self._config.gradient_accumulation_steps, self.dp_world_size
         self._config.train_batch_size = micro_batch_size * steps * world
 
     def get_lr(self) -> list[float]:
@@ -98,12 +106,12 @@ class Settings:
 
     def get_mom(self) -> list[Any]:
         """Of each group its momentum, or its betas."""
-        optimizer = self.optimizer  # type: ignore[attr-defined]
+        optimizer = self.optimizer
         return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
 
     def optimizer_name(self) -> str | None:
         """Of the class that was given; else the configuration's."""
-        return self._config.optimizer_name if self.client_optimizer is None else self._client_name  # type: ignore[attr-defined]
+        return self._config.optimizer_name if self.client_optimizer is None else self._client_name
 
     def postscale_gradients(self) -> bool:
         return not self._config.prescale_gradients
@@ -115,7 +123,7 @@ class Settings:
         return self._of_groups("type")
 
     def _of_groups(self, key: str) -> list[Any]:
-        optimizer = self.optimizer  # type: ignore[attr-defined]
+        optimizer = self.optimizer
         return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
 
 

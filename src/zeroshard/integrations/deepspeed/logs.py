@@ -38,7 +38,7 @@ def warning_once(message: str, *args: object) -> None:
 def get_dist_msg(message: str, ranks: list[int] | None = None) -> str | None:
     """The message with its rank where it is to be said: without a process group, and on `ranks` ([-1]: all). Else None."""
     rank = dist.get_rank() if dist.is_initialized() else -1
-    said = rank == -1 or (ranks is not None and (ranks[:1] == [-1] or rank in ranks))
+    said = rank == -1 or (bool(ranks) and ranks is not None and (ranks[0] == -1 or rank in ranks))
     return f"[Rank {rank}] {message}" if said else None
 
 

@@ -15,6 +15,7 @@ from ...checkpoint.source import Opened
 from ...checkpoint.tensor_stream import stream_full_tensors
 from ...utils.dtypes import casts_to
 from ...zero.runtime import runtime_of
+from .engine_settings import Settings
 from .logs import logger
 
 _STREAM_NBYTES = 256 << 20  # gathered at a time
@@ -32,8 +33,8 @@ def read_whole(opened: Opened, dtype: torch.dtype | None, wanted: Callable[[str]
     return state
 
 
-class WholeWeights:
-    """Mixed into the engine."""
+class WholeWeights(Settings):
+    """What the engine is made of: its weights, whole."""
 
     module: nn.Module
 
@@ -41,7 +42,7 @@ class WholeWeights:
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
     ) -> dict[str, Any]:
         """The module's state dict; at stage 3 whole (collective)."""
-        if self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+        if self.zero_optimization_partition_weights():
             state: dict[str, Any] = {f"{prefix}{name}": value for name, value in api.full_state_dict(self.module).items()}
         else:
             state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
@@ -78,7 +79,7 @@ class WholeWeights:
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """Whole weights on the host of rank 0, None on others (collective)."""
-        if not self.zero_optimization_partition_weights():  # type: ignore[attr-defined]
+        if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode")
         return self._whole_on_rank_0(exclude_frozen_parameters)
 
@@ -92,8 +93,8 @@ class WholeWeights:
         stage3_gather_16bit_weights_on_model_save is.
         """
         path = os.path.join(save_dir, save_filename)
-        sharded = self.zero_optimization_partition_weights()  # type: ignore[attr-defined]
-        if sharded and not self.zero_gather_16bit_weights_on_model_save():  # type: ignore[attr-defined]
+        sharded = self.zero_optimization_partition_weights()
+        if sharded and not self.zero_gather_16bit_weights_on_model_save():
             logger.warning(
                 f"Did not save the model {path} because stage3_gather_16bit_weights_on_model_save is False: say true in the section "
                 "zero_optimization, or take save_checkpoint and zero_to_fp32."
