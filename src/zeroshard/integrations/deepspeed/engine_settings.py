@@ -1,4 +1,4 @@
-"""The engine's questions about its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
+"""Methods of the engine that return its configuration: `engine.train_batch_size()`, `engine.zero_optimization_stage()`, ..."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_QUESTIONS = {  # method -> where the answer is in the configuration
+_QUESTIONS = {  # method of the engine -> attribute path in the configuration
     **{name: name for name in (
         "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "managed_gradient_accumulation",
         "optimizer_params", "scheduler_name", "scheduler_params", "gradient_clipping", "steps_per_print",
@@ -32,7 +32,7 @@ _QUESTIONS = {  # method -> where the answer is in the configuration
 
 
 class Settings:
-    """Mixed into the engine, which has `_config`."""
+    """Mixin of the engine, which has `_config`: methods that return settings."""
 
     _config: Any
 
@@ -65,7 +65,7 @@ class Settings:
         return self._config.float16_config.loss_scale
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """(dtype of parameters, dtype in which gradients accumulate)."""
+        """Return (dtype of parameters, dtype in which gradients accumulate)."""
         return self._config.model_dtype, self._config.gradient_dtype
 
     @property
@@ -74,11 +74,11 @@ class Settings:
         return self.get_data_types()[0] if given is None else given
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(global batch, micro-batch of a rank, micro-batches of a step)."""
+        """Return (global batch size, micro-batch size of a rank, micro-batches per step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()  # type: ignore[attr-defined]
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-batches make a step. Raises ValueError where it is not a whole number."""
+        """Set the global batch size by changing the number of micro-batches per step. Raises ValueError if that is not whole."""
         micro = self._config.train_micro_batch_size_per_gpu * self.dp_world_size  # type: ignore[attr-defined]
         if train_batch_size % micro:
             raise ValueError(
@@ -88,7 +88,7 @@ class Settings:
         self._config.gradient_accumulation_steps = train_batch_size // micro
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch of a rank, with as many of them in a step."""
+        """Set the micro-batch size of a rank, and keep the number of micro-batches per step."""
         self._config.train_micro_batch_size_per_gpu = micro_batch_size
         steps, world = self._config.gradient_accumulation_steps, self.dp_world_size  # type: ignore[attr-defined]
         self._config.train_batch_size = micro_batch_size * steps * world
@@ -97,12 +97,12 @@ class Settings:
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Of each group its momentum, or its betas."""
+        """Return each group's momentum, or its betas."""
         optimizer = self.optimizer  # type: ignore[attr-defined]
         return [] if optimizer is None else [group.get("momentum", group.get("betas", 0.0)) for group in optimizer.param_groups]
 
     def optimizer_name(self) -> str | None:
-        """Of the class that was given; else the configuration's."""
+        """Return the name of the given optimizer's class, or the configuration's name."""
         return self._config.optimizer_name if self.client_optimizer is None else self._client_name  # type: ignore[attr-defined]
 
     def postscale_gradients(self) -> bool:
@@ -119,7 +119,7 @@ class Settings:
         return [] if optimizer is None else [group.get(key, 0.0) for group in optimizer.param_groups]
 
 
-_ABSENT = (  # what is never on here: the configuration's keys of it are refused
+_ABSENT = (  # features that are never on: their keys in a configuration are refused
     "autotuning_enabled", "elasticity_enabled", "curriculum_learning_enabled", "curriculum_enabled_legacy", "data_efficiency_enabled",
     "random_ltd_enabled", "pld_enabled", "eigenvalue_enabled", "sparse_gradients_enabled", "amp_enabled", "flops_profiler_enabled",
     "is_deepcompile_enabled", "is_deepcompile_active",
