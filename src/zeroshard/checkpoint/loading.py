@@ -50,13 +50,7 @@ from .user_state import check_named, check_target, slices_of, takes_state
 
 _SPARE = 1.25  # a second copy is made in memory only where this many times its size is available
 _KINDS = {"betas", "eps", "momentum", "momentum_decay", "alpha", "rho", "etas", "lambd"}  # options that tell optimizers apart
-_IMPLEMENTATION = {
-    "params",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-}  # group options that are never loaded from others
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable"}  # not loaded from other libraries' groups
 
 
 @dataclass
