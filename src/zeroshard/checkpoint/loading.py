@@ -197,7 +197,7 @@ def _all_wanted(runtime: Runtime, core: OptimizerCore | None, manifest: Manifest
 
 
 class _Loading:
-    """One load on one rank."""
+    """One load on one rank: compare the checkpoint with the model, and load it."""
 
     def __init__(self, runtime: Runtime, stages: Stages, opened: Opened, strict: bool) -> None:
         self.runtime, self.stages, self.core, self.opened, self.strict = runtime, stages, stages.core, opened, strict
@@ -301,7 +301,7 @@ class _Loading:
 
     @property
     def _by_stages(self) -> bool:
-        """Whether pipeline stages saved it or load it: each stage has its own copy of a tensor that one process would tie."""
+        """True if pipeline stages saved or load it: each stage has its own copy of a tensor that one process would tie."""
         saved = self.opened.facts.get("mesh") if self.opened.ours else None
         return self.stages.several or (saved is not None and len(saved["stages"]) > 1)
 

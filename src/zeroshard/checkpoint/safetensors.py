@@ -84,7 +84,7 @@ class Buffer:
 
     @property
     def expanded(self) -> bool:
-        """Whether elements share memory, as those of `expand` do."""
+        """True if elements share memory, as those of `expand` do."""
         return not self.tensor.is_meta and distinct(self.tensor, self.tensor).shape != self.tensor.shape
 
     def refuses(self, at: Any) -> bool:

@@ -60,10 +60,9 @@ def save(
     """Save a sharded model, its optimizer and whatever else a run needs to go on (collective).
 
     Each rank writes its shards, from wherever they rest, to its own file in a hidden folder of `path`. When all files are on the
-    disk, the folder is renamed to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. Any number
-    of ranks, stage, tier, precision and partition can load it (`zs.load`); so can torch.distributed.checkpoint. On a mesh with
-    model axes every rank of the mesh calls this (a pipeline rank with its stage); they write one checkpoint of whole parameters,
-    which any other mesh, or none, can load.
+    disk, the folder is renamed to `path/NAME`. If the run is killed at any point, earlier checkpoints stay complete. Any mesh,
+    number of ranks, stage, tier and precision can load it (`zs.load`); so can torch.distributed.checkpoint. On a mesh with model
+    axes every rank calls this (a pipeline rank with its stage); they write one checkpoint of whole parameters.
 
     Args:
         path: folder of the run's checkpoints, on a filesystem that all ranks see.
@@ -74,8 +73,7 @@ def save(
         name: name of the checkpoint. None: step-00000100.
         asynchronous: return while the state is still copied to host memory (`Save.snapshot_nbytes`) and written. Whatever changes
             a state waits until it is copied, so forward and backward hide the copy. States on disk, and parameters that are
-            ordinary tensors (stages 0-2 in fp32), are copied before the call returns. `Save.wait()` or the next save raises if
-            it failed.
+            ordinary tensors (stages 0-2 in fp32), are copied before. `Save.wait()` or the next save raises if it failed.
         if_busy: what to do while an asynchronous save is in progress: "wait" for it, or "refuse" (CheckpointError).
         keep_last: number of checkpoints to keep, this one included; older ones are removed. Those with a name given by `name` are
             counted and removed only by saves with such a name.

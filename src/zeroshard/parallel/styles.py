@@ -106,7 +106,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ParallelStyles:
-    """How a model's modules are sharded, by full name; a module without a style is whole on every rank.
+    """Styles of a model's modules, by full name; a module without a style is whole on every rank.
 
     by_name: name of a module or parameter -> one of STYLES, or a ParallelStyle of torch for a module.
     divided: name of a module -> its attributes that count heads or features, which `apply` divides by the number of ranks.

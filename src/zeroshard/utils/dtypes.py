@@ -1,4 +1,4 @@
-"""Which dtypes a precision converts: fp32, fp16 and bf16, which only round a number; the bits of all others have a meaning."""
+"""Dtypes that a precision converts: fp32, fp16 and bf16, which only round a number. The bits of all others have a meaning."""
 
 from __future__ import annotations
 
