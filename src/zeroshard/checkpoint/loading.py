@@ -314,7 +314,7 @@ class _Loading:
         names: dict[Any, str] = dict(self.aliases)
         for number, (given, mine) in enumerate(zip(self.groups, present, strict=True)):
             kinds = [_KINDS & group.keys() for group in (given, mine)]
-            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # else options were not saved
+            if kinds[0] != kinds[1] and given.keys() != {"params"}:  # {"params"} alone: options were not saved
                 options = [", ".join(sorted(kind)) or "none of its own" for kind in kinds]
                 told = f"saved by another kind, with {options[0]}; wanted {options[1]}"
                 return [f"  optimizer: {told}: load it with optimizer=None to take the model alone"]

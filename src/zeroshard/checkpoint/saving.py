@@ -211,7 +211,7 @@ def _agree(
     shared = alike(comm, extras, [digests for _, _, digests, _ in everyone])
     for name in sorted(names):
         whose, _, number = name.rpartition(".")
-        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # also a number beyond this world's
+        if whose in names.keys() - shared and re.fullmatch("[0-9]+", number):  # any number: other loads have other ranks
             raise ConfigError(
                 f"zs.save: extra[{name!r}]: that is what rank {number}'s {whose!r} is called, of which ranks give different "
                 "ones; choose another name."

@@ -409,7 +409,7 @@ def examine(config: Mapping[str, Any]) -> list[str]:
     """Return warnings about the keys of a configuration, one sentence each. Raises DeepSpeedConfigError for a refused key."""
     notes = []
     for found in judge(config):
-        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # a typed section raises ValidationError
+        told_later = found.key is None and found.name.rpartition(".")[0] in _TYPED  # the typed section raises ValidationError
         if found.treatment == "refused" and not told_later:
             shown = repr(found.value) if len(repr(found.value)) < 60 else "{...}"
             raise DeepSpeedConfigError(f"{found.name} = {shown} is not supported: {found.text}.")

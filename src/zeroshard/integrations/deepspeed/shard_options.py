@@ -200,8 +200,7 @@ def build_optimizer(config: DeepSpeedConfig, parameters: Iterable[Any]) -> torch
 
 
 def _muon_groups(parameters: Iterable[Any], params: dict[str, Any]) -> list[dict[str, Any]]:
-    """Divide each group by its parameters' `use_muon`. Options come from the group, else muon_lr or adam_lr, params, the
-    defaults.
+    """Divide each group by its parameters' `use_muon`. Options: the group's, else muon_lr or adam_lr, params, defaults.
 
     Raises ValueError if a parameter has no such mark.
     """
