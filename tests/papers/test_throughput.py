@@ -1,6 +1,7 @@
 """Simulated throughput beside the charts: order, distance, and what must follow by itself; largest models by memory."""
 
 import re
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -106,12 +107,17 @@ def test_a_configuration_of_no_table_lies_between_its_neighbours():
     assert tflops(SEVENTY, published=False) > tflops(SEVENTY)  # what is sent beside computation is hidden
 
 
-def test_one_collective_of_a_whole_node_enters_it_by_two_ports():
+def test_one_all_reduce_of_a_whole_node_enters_it_by_two_ports_and_gathers_by_all():
     hardware = Hardware.named("v100-32gb")
     trace = Trace(node_size=16, axes={"tp": 32})
     sent = 2e9  # to each of 31 peers alike: 16 of them on the other node
     task = Task("sum", "forward", {Resource.INSIDE: sent * 15 / 31, Resource.BETWEEN: sent * 16 / 31}, axis="tp", peers=32)
     assert seconds(task, hardware, trace) == pytest.approx(sent * 16 / 31 / 25e9, rel=0.01)
+    gathered = replace(task, axis="dp")  # around rings, through all ports of the node
+    assert seconds(gathered, hardware, trace) == pytest.approx(sent * 16 / 31 / 60e9, rel=0.01)
+    half = replace(hardware.links[Resource.BETWEEN], bandwidth=hardware.links[Resource.BETWEEN].bandwidth / 2)
+    fewer = replace(hardware, links={**hardware.links, Resource.BETWEEN: half})  # four links of the node, not eight
+    assert seconds(gathered, fewer, trace) == pytest.approx(2 * seconds(gathered, hardware, trace), rel=0.01)
     alone = replace(task, nbytes={Resource.BETWEEN: sent})  # one rank a node: its own share of the node's ports
     assert seconds(alone, hardware, trace) == pytest.approx(sent / 3.75e9, rel=0.01)
 
@@ -149,3 +155,17 @@ def test_a_cluster_of_dgx_2_is_the_hardware_file_times_its_nodes_and_shapes_have
     assert [(c.row, c.column) for c in sizes.fig2b().compared if not c.agrees] == [("1 x 1", "gpu mem TB")]
     assert {cell.printed for cell in sizes.shapes().compared if not cell.agrees} == {"70", "1.4", "900", "275"}
     assert not [*sizes.fig2b().unexplained, *sizes.shapes().unexplained]
+
+
+def test_the_spread_of_each_hardware_is_that_of_the_published_runs():
+    """`simulator/hardware.toml`: real seconds over simulated ones, the lowest and the highest of eight in ten."""
+    ratios: dict[str, list[float]] = {
+        "v100": [computed / chart for chart, computed in bars(throughput.fig2()) + bars(throughput.fig3())]
+    }
+    ratios["v100"] += [1 + c.difference for c in throughput.infinity_fig5().compared if c.difference is not None]
+    for cell in others.throughput_others().compared:
+        ratios.setdefault(cell.row.split(" x ")[-1].split("-")[0], []).append(1 + cell.difference)
+    for name in ("v100-32gb", "a100-40gb", "a100-80gb", "h100-80gb"):
+        found = sorted(ratios[name.split("-")[0]])
+        ends = statistics.quantiles(found, n=10, method="inclusive")
+        assert Hardware.named(name).spread == pytest.approx((ends[0], ends[-1]), abs=0.03)

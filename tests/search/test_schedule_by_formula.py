@@ -166,3 +166,29 @@ def test_a_profile_of_a_dry_run_is_that_of_the_formulas():
             ]
     with pytest.raises(ConfigError, match="expected a plan over two or more ranks of dp alone"):
         Profile.of_plan(dataclasses.replace(dry, axes={"dp": 2, "tp": 2}), 32)
+
+
+def test_gradients_on_the_host_leave_no_whole_sums_on_the_device_with_tensor_parallelism():
+    """ZeRO-Offload with model parallelism and micro-batches (arXiv 2101.06840, table 3): each micro-batch reduces, and the host adds up."""
+    shape = dataclasses.replace(SHAPE, vocab_size=1024)
+    given = {"axes": {"dp": 2, "tp": 2}, "batch": (1, 32), "micro_batches": 3, "stage": 2, "precision": "fp16"}
+    here, away = plan(lambda: GPT(shape), **given), plan(lambda: GPT(shape), offload_optimizer="cpu", **given)
+    held = [max(phase.held.get(Tier.DEVICE, {}).get(PARTIAL, 0) for phase in each.phases) for each in (here, away)]
+    assert held[0] > 0 and held[1] == 0
+    layouts = [Layout(dp=2, tp=2, stage=2, micro_batches=3, precision="fp16", gradient=tier) for tier in (Tier.DEVICE, Tier.HOST)]
+    assert [PARTIAL in memory_of(Profile.of_shape(shape), each)[Tier.DEVICE] for each in layouts] == [True, False]
+
+
+@pytest.mark.parametrize("layout", [OPTIONS["hpZ, qwZ, qgZ int4"], OPTIONS["qwZ"], OPTIONS["qgZ int8"]], ids=str)
+def test_packing_takes_time_on_the_device(layout):
+    """Kernels that pack and unpack read and write what travels (ZeRO++, arXiv 2306.10209, section 4): by dry run and by formula."""
+    shape = dataclasses.replace(SHAPE, dim=256)
+    moved = {}
+    for name, options in (("plain", {}), ("packed", layout)):
+        planned = plan(
+            lambda: GPT(shape), ranks=16, node_size=8, batch=(1, 32), **Layout(dp=16, node_size=8, **options).options()
+        )
+        trace = trace_of(Profile.of_shape(shape), Layout(dp=16, node_size=8, **options))[0]
+        moved[name] = [each.total(Resource.DEVICE, ("forward", "backward")) for each in (planned.trace, trace)]
+    by_dry_run, by_formula = (packed - plain for packed, plain in zip(moved["packed"], moved["plain"], strict=True))
+    assert by_dry_run > 0 and by_formula == pytest.approx(by_dry_run, rel=0.35)

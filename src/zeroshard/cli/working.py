@@ -20,7 +20,10 @@ _FIRST_S, _EVERY_S = 1.0, 3.0
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Tell on stderr how far the work inside has come. what: what it begins with."""
+    """Tell on stderr how far the work inside has come, but with --quiet. what: what it begins with."""
+    if quiet():
+        yield
+        return
     told = [what]
     over = threading.Event()
     began = time.monotonic()

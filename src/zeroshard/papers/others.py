@@ -6,6 +6,7 @@ data/throughput_others.csv). Stages of a pipeline are not interleaved here, as s
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from ..config import Tier
@@ -89,6 +90,7 @@ def tflops(row: Row) -> float:
     return counted * layout.sequences * seq / gpus / seconds / 1e12
 
 
+@functools.cache
 def throughput_others() -> Table:
     file, cells, pairs = printed("throughput_others"), [], []
     for row in file.rows:

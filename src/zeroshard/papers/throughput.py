@@ -22,7 +22,7 @@ from ..search.profile import Profile
 from ..search.schedule import trace_of
 from ..simulator.hardware import Curve, Hardware
 from ..simulator.simulate import kind_of, simulate
-from ..simulator.trace import Trace
+from ..simulator.trace import Resource, Trace
 from .reference import Row, printed, stated
 from .table import SIMULATED, Cell, Table, rank_correlation
 
@@ -96,8 +96,9 @@ class Configuration:
 
 
 def of_2019(hardware: Hardware) -> Hardware:
-    """A DGX-2 with the libraries of ZeRO's time: slower products, and attention as products."""
-    return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None))
+    """A DGX-2 with the libraries of ZeRO's time: slower products, attention as products, and gradients by all-reduces over trees."""
+    links = {**hardware.links, Resource.BETWEEN: replace(hardware.links[Resource.BETWEEN], trees=True)}
+    return replace(hardware, device=replace(hardware.device, efficiency=_PRODUCTS, attention=None), links=links)
 
 
 def as_published(trace: Trace, kept: int = 1, reduced: float = 1.0) -> Trace:
@@ -154,6 +155,7 @@ def _figure(name: str, number: str, title: str, label: Any) -> Table:
     )
 
 
+@functools.cache
 def fig2() -> Table:
     """Models of 1.5B to 170B on 400 devices, ZeRO-100B beside Megatron-LM, and how many times faster."""
     table = _figure("zero-fig2", "2", "ZeRO, figure 2: throughput, ZeRO-100B and Megatron-LM", lambda c: c.model)
@@ -168,6 +170,7 @@ def fig2() -> Table:
     return replace(table, cells=(*table.cells, *speedups), apart=("times faster",))
 
 
+@functools.cache
 def fig3() -> Table:
     """60B on 64 to 400 devices: faster than in proportion, since what memory is freed goes to a larger batch."""
     table = _figure("zero-fig3", "3", "ZeRO, figure 3: 60B on 64 to 400 devices", lambda c: f"{c.gpus}")
@@ -209,6 +212,7 @@ def fig7() -> Table:
     )
 
 
+@functools.cache
 def infinity_fig5() -> Table:
     """ZeRO-Infinity's runs of 10B to 20T: one task after the other, and with what this library sends beside computation."""
     file, cells, totals = printed("zero_infinity_table1"), [], {}

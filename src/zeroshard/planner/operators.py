@@ -147,7 +147,9 @@ def _attention(func: Any, args: tuple, kwargs: dict, flops: float) -> AttentionW
         argument.name: args[n] if n < len(args) else kwargs.get(argument.name)
         for n, argument in enumerate(func._schema.arguments)
     }
-    return AttentionWork(flops, given["key"].shape[-2], bool(given.get("is_causal")), 1)
+    key = given["key"]
+    assert isinstance(key, Tensor)
+    return AttentionWork(flops, key.shape[-2], bool(given.get("is_causal")), 1)
 
 
 def _fresh(results: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:

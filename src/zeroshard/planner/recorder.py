@@ -118,6 +118,11 @@ class Recorder(Watcher):
         else:
             self._nbytes += nbytes
 
+    def packed(self, nbytes: int) -> None:
+        """A kernel packs or unpacks what travels, on the device's own order."""
+        dtype = max(self._flops, key=lambda name: self._flops[name], default="fp32")
+        self.compute(0.0, nbytes, dtype)
+
     def flush(self) -> None:
         """What was computed since the last task becomes one."""
         if not self._kernels:

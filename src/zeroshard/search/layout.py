@@ -110,8 +110,9 @@ class Layout:
 
     @property
     def held(self) -> bool:
-        """Gradients of all micro-batches but the last are added up on the rank."""
-        return self.micro_batches > 1 and (self.hold or self.pp * self.tp > 1)
+        """Gradients of all micro-batches but the last are added up on the rank, in fp32: over pp, and over tp where they rest there."""
+        over_tp = self.tp > 1 and not rests_away(self.gradient, self.separate)
+        return self.micro_batches > 1 and (self.hold or self.pp > 1 or over_tp)
 
     @property
     def sequences(self) -> int:
@@ -196,6 +197,16 @@ class Volumes:
         self.shards = home.shards(layout.tp, layout.shards)
         self.numel = sum(self.shards) * layout.shards  # of the buffers, padding counted
         self._weight, self._grad = self.weight_nbytes(layout, home.packs), self.gradient_nbytes(layout, home.packs)
+
+    @property
+    def packed_weight_nbytes(self) -> float:
+        """Bytes an element of parameters that travel packed; 0: as they are."""
+        return self._weight if self._weight != self.layout.itemsize else 0.0
+
+    @property
+    def packed_gradient_nbytes(self) -> float:
+        """Bytes an element of gradients that travel packed; 0: as they are."""
+        return self._grad if self._grad != self.layout.itemsize else 0.0
 
     @staticmethod
     def weight_nbytes(layout: Layout, packs: bool = True) -> float:

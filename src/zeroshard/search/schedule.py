@@ -241,9 +241,19 @@ class Stage:
             if lay.separate:
                 earlier = (self._add(f"fetch {home.name}", phase, {Resource.UP: nbytes}, earlier, unit=home.name),)
             after = (*after, *earlier)
-        hops = volumes.gather(first=home.name not in self.seen)
+        first, packed = home.name not in self.seen, volumes.packed_weight_nbytes
+        hops = volumes.gather(first=first)
         self.seen.add(home.name)
-        self.gathers[home.name] = self._hops(f"gather {home.name}", phase, hops, after, peers=lay.shards, unit=home.name)
+        if packed and hops and (first or lay.hpz == 1):  # a secondary shard rests packed
+            after = (self._pack(f"pack {home.name}", phase, nbytes + sum(volumes.shards) * packed, after, home),)
+        done = self._hops(f"gather {home.name}", phase, hops, after, peers=lay.shards, unit=home.name)
+        if packed and hops:
+            done = (self._pack(f"unpack {home.name}", phase, volumes.numel * (packed + lay.itemsize), done, home),)
+        self.gathers[home.name] = done
+
+    def _pack(self, name: str, phase: str, nbytes: float, after: tuple[int, ...], home: Home) -> int:
+        """A kernel that packs or unpacks what travels: it reads and writes each byte once (comm/codecs/triton_kernels.py)."""
+        return self._add(name, phase, {Resource.DEVICE: nbytes}, after, kernels=1, unit=home.name)
 
     def _needed(self, stretch: Stretch) -> tuple[int, ...]:
         return tuple(number for home in stretch.homes for number in self.gathers.get(home.name, ()))
@@ -254,16 +264,23 @@ class Stage:
 
     def _reduce(self, home: Home) -> None:
         lay, volumes = self.layout, self.volumes[home.name]
+        after, packed, hops = self.last, volumes.packed_gradient_nbytes, volumes.reduce()
+        if packed and hops:
+            nbytes = volumes.numel * (lay.itemsize + packed)
+            after = self.last = (self._pack(f"pack {home.name}", "backward", nbytes, after, home),)
         done = self._hops(
             f"reduce {home.name}",
             "backward",
-            volumes.reduce(),
-            self.last,
+            hops,
+            after,
             peers=lay.shards,
             unit=home.name,
             distinct=not lay.rings,
         )
         nbytes = sum(volumes.shards)
+        if packed and hops:
+            read = volumes.numel * packed + nbytes * lay.gradient_itemsize
+            done = (self._pack(f"unpack {home.name}", "backward", read, done, home),)
         if self.row.gradient is Placement.SHARDED and rests_away(lay.gradient, lay.separate):
             if lay.separate:
                 done = (

@@ -94,14 +94,16 @@ class Attention:
 class Link:
     """bandwidth: bytes/s of one device, in one direction, while all devices of the node send. latency_s: of one hop or request.
 
-    alone: bytes/s of one device while those beside it are idle; None: the same. group: bytes/s with which one collective enters a
-    node however many of its ranks take part, since its trees or rings go over so many ports; None: those of all of them.
+    alone: bytes/s of one device while those beside it are idle; None: the same. group: bytes/s with which one all-reduce over tp
+    enters a node however many of its ranks take part, since its trees go over so many ports; None: those of all of them. What dp
+    gathers and reduces goes around rings, over all ports; trees: it does not, all collectives are such all-reduces.
     """
 
     bandwidth: float
     latency_s: float
     alone: float | None = None
     group: float | None = None
+    trees: bool = False
 
     def rate(self, ranks: int, devices: int) -> float:
         """Bytes/s of one of `ranks` that use it on a node of so many devices."""
@@ -233,7 +235,7 @@ def resource_seconds(
             hop = link.latency_s if latency is None or resource not in NETWORK else latency
             moved, members = _crossing(task, resource, nbytes)
             rate = link.rate(ranks, hardware.devices_per_node)
-            if link.group is not None and members > 1:
+            if link.group is not None and members > 1 and (link.trees or task.axis == "tp"):
                 rate = min(rate, link.group / members)
             times[resource] = moved / (rate * utilisation) + hop * _hops(task) * (nbytes > 0)
     return times
